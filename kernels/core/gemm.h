@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU matrix product behind linear, experts and the hyper-connection mix.
+//
+//   out[m, n] = sum_g scale[n, g] * ( sum_{k in group g, ascending} x[m, k] * w[n, k] )
+//
+// Groups are 128 along K (fp8, bf16, f32), 32 (MXFP4 and its cast) or 16 (NVFP4). Vectorised over
+// n; every (m, n) is summed by explicit FMAs in ascending k, then group by group (total =
+// fma(group, scale, total)), so its bits depend neither on the SIMD target nor on M, the tile, the
+// thread count or the layout of the weight (kernels/decisions/0001-summation-order.md).
+#pragma once
+
+#include "kernels/core/exec.h"
+#include "kernels/core/tensor.h"
+#include "kernels/core/weight.h"
+
+namespace isthmus::kernels {
+
+// x: f32 [M, K], out: f32 [M, N]; rows may be strided; out must not overlap x. Shapes must agree
+// (checked).
+void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec);
+
+// The value of one weight, by the scalar codecs: what a definition sums.
+double WeightValue(const WeightView& w, int64_t n, int64_t k);
+
+}  // namespace isthmus::kernels

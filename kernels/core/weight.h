@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// A weight matrix [rows = outputs N, cols = inputs K] at its stored width, as the GEMM reads it.
+//
+// Formats (model specification 2.7, 6.1, 6.3), value of element (n, k):
+//   kF32, kBf16   the element
+//   kFp8Block128  fp8_e4m3 * ue8m0[(first_row + n) / 128][k / 128]
+//   kMxfp4        fp4_e2m1 * ue8m0[n][k / 32]
+//   kNvfp4        fp4_e2m1 * fp8_e4m3[n][k / 16] * global_scale
+// fp4 pairs: the low nibble is the even k.
+//
+// Layouts. kRowMajor is the file's: elements [N][K], fp4 scales [N][K / group]. kPanels groups 16
+// outputs, so that a vector register holds one k of 16 outputs:
+//   elements  [ceil(N / 16)][K][16]            (fp4: [ceil(N / 16)][K / 2][16] bytes, each holding
+//                                               two consecutive k of one output)
+//   fp4 scales [ceil(N / 16)][K / group][16]   (bytes as stored)
+// Rows beyond N are zero bytes. fp8 block scales keep the file's layout in both:
+// [ceil(N/128)][ceil(K/128)]. Both layouts give the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "services/base/check.h"
+
+namespace isthmus::kernels {
+
+enum class WeightFormat : uint8_t { kF32, kBf16, kFp8Block128, kMxfp4, kNvfp4 };
+enum class WeightLayout : uint8_t { kRowMajor, kPanels };
+
+inline constexpr int64_t kPanelRows = 16;
+
+struct WeightView {
+  WeightFormat format = WeightFormat::kF32;
+  WeightLayout layout = WeightLayout::kRowMajor;
+  int64_t rows = 0;  // N, outputs.
+  int64_t cols = 0;  // K, inputs.
+  const void* elements = nullptr;
+  const uint8_t* scales = nullptr;  // Null for kF32 and kBf16.
+  float global_scale = 1.0f;        // kNvfp4: weight_scale_2.
+  int64_t first_row = 0;            // Row of the stored matrix that row 0 is (fp8 scale blocks).
+
+  // kNvfp4 only: the matrix was verified to be a lossless cast of MXFP4 (specification 6.3), so it
+  // is summed in groups of 32 like kMxfp4 and gives that format's bits.
+  bool is_mxfp4_cast = false;
+};
+
+inline bool IsFp4(WeightFormat format) {
+  return format == WeightFormat::kMxfp4 || format == WeightFormat::kNvfp4;
+}
+// Elements along K under one stored scale; 0 when the format has none.
+inline int64_t ScaleGroup(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFp8Block128:
+      return 128;
+    case WeightFormat::kMxfp4:
+      return 32;
+    case WeightFormat::kNvfp4:
+      return 16;
+    default:
+      return 0;
+  }
+}
+// True when the reference arithmetic quantises the input of this linear (specification 2.7).
+inline bool QuantisesInput(WeightFormat format) { return ScaleGroup(format) != 0; }
+
+// Rows [first, first + count): a group of wo_a, an expert's share. In kPanels, `first` must be a
+// multiple of kPanelRows.
+inline WeightView RowSlice(const WeightView& w, int64_t first, int64_t count) {
+  ISTHMUS_CHECK(first >= 0 && count >= 0 && first + count <= w.rows);
+  ISTHMUS_CHECK(w.layout == WeightLayout::kRowMajor || first % kPanelRows == 0);
+  WeightView out = w;
+  out.rows = count;
+  out.first_row = w.first_row + first;
+  int64_t row_bytes = 0;
+  switch (w.format) {
+    case WeightFormat::kF32:
+      row_bytes = 4 * w.cols;
+      break;
+    case WeightFormat::kBf16:
+      row_bytes = 2 * w.cols;
+      break;
+    case WeightFormat::kFp8Block128:
+      row_bytes = w.cols;
+      break;
+    default:
+      row_bytes = w.cols / 2;
+  }
+  out.elements = static_cast<const uint8_t*>(w.elements) + first * row_bytes;
+  if (IsFp4(w.format)) out.scales = w.scales + first * (w.cols / ScaleGroup(w.format));
+  return out;
+}
+
+}  // namespace isthmus::kernels

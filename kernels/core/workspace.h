@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scratch memory of a step: a stack of blocks that grows while the first steps run and is then
+// reused, so that a warm step allocates nothing. Not thread-safe: one per step loop. Kernels take
+// scratch for all threads before they start them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+namespace isthmus::kernels {
+
+class Workspace {
+ public:
+  // Gives back everything that was taken since it was made.
+  class Scope {
+   public:
+    explicit Scope(Workspace* workspace);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+    // `count` uninitialised objects, aligned to 64 bytes, valid until the scope ends.
+    template <typename T>
+    T* Take(int64_t count) {
+      return static_cast<T*>(workspace_->TakeBytes(static_cast<size_t>(count) * sizeof(T)));
+    }
+
+   private:
+    std::unique_ptr<Workspace> own_;  // When the caller passed none.
+    Workspace* workspace_;
+    size_t block_;
+    size_t used_;
+  };
+
+  // Bytes held, for the memory plan.
+  size_t capacity_bytes() const;
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  struct Block {
+    std::unique_ptr<std::byte, Free> bytes;
+    size_t size = 0;
+  };
+  void* TakeBytes(size_t bytes);
+
+  std::vector<Block> blocks_;
+  size_t block_ = 0;  // Current block, and bytes used in it.
+  size_t used_ = 0;
+};
+
+}  // namespace isthmus::kernels

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Routed and shared experts (model specification 5.2 to 5.4):
+//
+//   g = round(w1 q(x)), u = round(w3 q(x)); g = min(g, limit); u = clamp(u, -limit, limit)
+//   h = round( silu(g) * u * weight )        weight: the routing weight (1 for the shared expert)
+//   y_e = round( w2 q(h) )
+//   routed[t] = sum over its experts, in ascending expert id, f32;  out = round(routed + shared)
+//
+// The routing weight already contains route_scale, exactly once.
+//
+// Shapes     x, out: [tokens, hidden]. ids, weights: [tokens, k], ids distinct per token.
+//            w1, w3: [intermediate, hidden]; w2: [hidden, intermediate].
+// Types      f32; ids i32; weights of experts in any WeightFormat.
+// Aliasing   out may be x. routed, when given, is separate.
+// Numerics   q and round as in linear.h (reference arithmetic: fp8 and fp4 weights quantise their
+//            input; results are bf16), nothing in math. The clamp acts on real values. limit <= 0
+//            means no clamp. silu in f32.
+// Workspace  tokens * k * (hidden + 2 * intermediate) floats.
+// Phases     Prefill, decode.
+// Errors     InvalidArgument  A shape breaks this contract or an id is outside [0, experts).
+//            Unimplemented    No enabled variant supports this architecture.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/status.h"
+#include "kernels/core/arithmetic.h"
+#include "kernels/core/exec.h"
+#include "kernels/core/tensor.h"
+#include "kernels/core/weight.h"
+
+namespace isthmus::kernels {
+
+struct ExpertWeights {
+  WeightView w1;  // [intermediate, hidden], gate projection
+  WeightView w3;  // [intermediate, hidden], up projection
+  WeightView w2;  // [hidden, intermediate], down projection
+};
+
+struct ExpertsArgs {
+  MatrixView x;                    // [tokens, hidden]
+  const int32_t* ids = nullptr;    // [tokens, k]
+  const float* weights = nullptr;  // [tokens, k]
+  int64_t k = 0;
+  std::span<const ExpertWeights> experts;  // [num_experts]
+  const ExpertWeights* shared = nullptr;   // Null: none.
+  float limit = 10.0f;                     // Clamp of the routed experts.
+  float shared_limit = 10.0f;              // Clamp of the shared expert (specification 5.4).
+  MatrixView out;                          // [tokens, hidden]; may be x
+  MatrixView routed;                       // Optional [tokens, hidden]: before the shared expert.
+  Arithmetic arithmetic = Arithmetic::kReference;
+};
+
+absl::Status Experts(const ExpertsArgs& args, const Exec& exec);
+absl::Status ExpertsDefinition(const ExpertsArgs& args, const Exec& exec);
+
+}  // namespace isthmus::kernels

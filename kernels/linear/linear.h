@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear layer without bias:
+//
+//   out[t, n] = round( sum_k q(x[t, k]) * w[n, k] )
+//
+// Shapes     x: [tokens, K]. w: [N, K]. out: [tokens, N].
+// Types      x, out: f32. w: any WeightFormat.
+// Layout     Rows may be strided (a column slice of a wider matrix is a valid x or out).
+// Aliasing   Nothing may overlap.
+// Numerics   q is the e4m3 1x128 power-of-two round trip when quantise_input is set (reference
+//            arithmetic, fp8 and fp4 weights; model specification 2.7), else the identity. Sums as
+//            in kernels/core/gemm.h. round is to bf16 when round_output is set, else nothing.
+// Workspace  tokens * K floats when quantise_input is set.
+// Phases     Prefill, decode.
+// Errors     InvalidArgument  A shape, type or stride breaks this contract.
+//            Unimplemented    No enabled variant supports this architecture.
+#pragma once
+
+#include "absl/status/status.h"
+#include "kernels/core/exec.h"
+#include "kernels/core/tensor.h"
+#include "kernels/core/weight.h"
+
+namespace isthmus::kernels {
+
+struct LinearArgs {
+  MatrixView x;  // [tokens, K]
+  WeightView weight;
+  MatrixView out;  // [tokens, N]
+  bool quantise_input = false;
+  bool round_output = false;
+};
+
+absl::Status Linear(const LinearArgs& args, const Exec& exec);
+absl::Status LinearDefinition(const LinearArgs& args, const Exec& exec);
+
+// out = the e4m3 1x128 round trip of x, for an input that several linears share: quantise once and
+// call them with quantise_input = false. out may be x.
+absl::Status QuantiseActivation(const MatrixView& x, const MatrixView& out, const Exec& exec);
+
+}  // namespace isthmus::kernels

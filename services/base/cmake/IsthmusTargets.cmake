@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# Compiler settings and the three target helpers. A target names its layer, and the helper refuses
+# an upward or sideways dependency at configure time (ARCHITECTURE.md, "Folders").
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
+endif()
+# -O2 -g1: optimised, with line tables for stack traces and profiles, small enough for two cores.
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1")
+find_program(ISTHMUS_CCACHE ccache)
+if(ISTHMUS_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${ISTHMUS_CCACHE})
+endif()
+
+# One floor for all machines: FMA and F16C always exist, so every SIMD target rounds alike; nothing
+# is contracted behind our back (kernels/decisions/0001-summation-order.md).
+add_compile_options(-Wall -Wextra -Wshadow -Werror -march=x86-64-v3 -maes -mpclmul
+                    -ffp-contract=off -fno-omit-frame-pointer)
+add_compile_definitions(HWY_DISABLED_TARGETS=HWY_AVX3_DL)
+if(ISTHMUS_SANITIZE)
+  add_compile_options(-fsanitize=${ISTHMUS_SANITIZE} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${ISTHMUS_SANITIZE})
+endif()
+if(ISTHMUS_CHECK_INVARIANTS OR CMAKE_BUILD_TYPE STREQUAL "Debug" OR ISTHMUS_SANITIZE)
+  add_compile_definitions(ISTHMUS_CHECK_INVARIANTS=1)
+endif()
+
+function(isthmus_check_layers name layer)
+  foreach(dep IN LISTS ARGN)
+    if(TARGET ${dep})
+      get_target_property(dep_layer ${dep} ISTHMUS_LAYER)
+      if(NOT dep_layer STREQUAL "dep_layer-NOTFOUND" AND NOT dep_layer LESS layer)
+        message(FATAL_ERROR "${name} (layer ${layer}) may not use ${dep} (layer ${dep_layer})")
+      endif()
+    endif()
+  endforeach()
+endfunction()
+
+# BOOTSTRAP (to be removed): sources that do not exist yet are left out.
+function(isthmus_bootstrap_filter list)
+  set(out "")
+  foreach(src IN LISTS ${list})
+    if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/${src})
+      list(APPEND out ${src})
+    endif()
+  endforeach()
+  if(NOT out)
+    file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/bootstrap_empty.cc "")
+    set(out ${CMAKE_CURRENT_BINARY_DIR}/bootstrap_empty.cc)
+  endif()
+  set(${list} ${out} PARENT_SCOPE)
+endfunction()
+
+# isthmus_library(<name> LAYER <n> SRCS ... [CUDA_SRCS ...] [DEPS ...])
+function(isthmus_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LAYER" "SRCS;CUDA_SRCS;DEPS")
+  isthmus_bootstrap_filter(ARG_SRCS)
+  add_library(${name} STATIC ${ARG_SRCS})
+  set_target_properties(${name} PROPERTIES ISTHMUS_LAYER ${ARG_LAYER})
+  if(ISTHMUS_WITH_CUDA AND ARG_CUDA_SRCS)
+    target_sources(${name} PRIVATE ${ARG_CUDA_SRCS})
+  endif()
+  target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${name} PUBLIC ${ARG_DEPS})
+  isthmus_check_layers(${name} ${ARG_LAYER} ${ARG_DEPS})
+endfunction()
+
+# isthmus_program(<name> LAYER <n> SRCS ... [DEPS ...]): an installed executable.
+function(isthmus_program name)
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LAYER" "SRCS;DEPS")
+  add_executable(${name} ${ARG_SRCS})
+  set_target_properties(${name} PROPERTIES ISTHMUS_LAYER ${ARG_LAYER})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  isthmus_check_layers(${name} ${ARG_LAYER} ${ARG_DEPS})
+  install(TARGETS ${name} RUNTIME DESTINATION bin)
+endfunction()
+
+# isthmus_test(<name> LABEL <label> SRCS ... [DEPS ...]): one GoogleTest binary, one CTest test.
+# One CTest entry per binary keeps start-up cost low; `tests/run` counts the cases inside.
+function(isthmus_test name)
+  if(NOT ISTHMUS_BUILD_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LABEL;TIMEOUT" "SRCS;DEPS;ENV")
+  isthmus_bootstrap_filter(ARG_SRCS)
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest GTest::gmock GTest::gtest_main)
+  target_compile_definitions(${name} PRIVATE ISTHMUS_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  add_test(NAME ${name} COMMAND ${name})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 600)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABEL}" TIMEOUT ${ARG_TIMEOUT}
+                       ENVIRONMENT "${ARG_ENV}")
+endfunction()
+
+# isthmus_fuzz(<name> SRCS ... [DEPS ...]): a libFuzzer target, built only with clang.
+function(isthmus_fuzz name)
+  if(NOT ISTHMUS_BUILD_FUZZERS)
+    return()
+  endif()
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "" "SRCS;DEPS")
+  add_executable(${name} ${ARG_SRCS})
+  target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+endfunction()
