@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/kv/page_pool.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "services/base/check.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kv {
+
+absl::StatusOr<Arena> Arena::Create(int64_t bytes) {
+  Arena arena;
+  if (bytes == 0) return arena;
+  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("cannot map ", bytes, " bytes for the cache: errno ", errno));
+  }
+  arena.data_ = static_cast<std::byte*>(p);
+  arena.bytes_ = bytes;
+  return arena;
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Arena::~Arena() {
+  if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
+}
+
+absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, int64_t page_bytes,
+                                                           int32_t num_pages) {
+  if (page_bytes < 0 || num_pages < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("page pool ", name, ": page_bytes ", page_bytes, ", num_pages ", num_pages));
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(Arena arena, Arena::Create(page_bytes * num_pages));
+  return std::unique_ptr<PagePool>(
+      new PagePool(std::move(name), page_bytes, num_pages, std::move(arena)));
+}
+
+PagePool::PagePool(std::string name, int64_t page_bytes, int32_t num_pages, Arena arena)
+    : name_(std::move(name)),
+      page_bytes_(page_bytes),
+      arena_(std::move(arena)),
+      holders_(static_cast<size_t>(num_pages), 0) {
+  free_.reserve(holders_.size());
+  for (int32_t page = num_pages - 1; page >= 0; --page) free_.push_back(page);
+}
+
+absl::StatusOr<std::vector<int32_t>> PagePool::Take(int64_t count) {
+  MutexLock lock(mutex_);
+  if (count < 0 || count > static_cast<int64_t>(free_.size())) {
+    return absl::ResourceExhaustedError(absl::StrCat("page pool ", name_, ": ", count,
+                                                     " pages wanted, ", free_.size(), " of ",
+                                                     holders_.size(), " free"));
+  }
+  std::vector<int32_t> pages(free_.end() - count, free_.end());
+  free_.resize(free_.size() - static_cast<size_t>(count));
+  for (int32_t page : pages) holders_[static_cast<size_t>(page)] = 1;
+  return pages;
+}
+
+void PagePool::Hold(int32_t page) {
+  MutexLock lock(mutex_);
+  ISTHMUS_CHECK(page >= 0 && page < num_pages() && holders_[static_cast<size_t>(page)] > 0);
+  ++holders_[static_cast<size_t>(page)];
+}
+
+void PagePool::Release(int32_t page) {
+  MutexLock lock(mutex_);
+  ISTHMUS_CHECK(page >= 0 && page < num_pages() && holders_[static_cast<size_t>(page)] > 0);
+  if (--holders_[static_cast<size_t>(page)] == 0) free_.push_back(page);
+}
+
+int32_t PagePool::num_free() const {
+  MutexLock lock(mutex_);
+  return static_cast<int32_t>(free_.size());
+}
+
+void PagePool::CheckConservation() const {
+  MutexLock lock(mutex_);
+  std::vector<bool> is_free(holders_.size(), false);
+  for (int32_t page : free_) {
+    ISTHMUS_CHECK(holders_[static_cast<size_t>(page)] == 0);
+    ISTHMUS_CHECK(!is_free[static_cast<size_t>(page)]);
+    is_free[static_cast<size_t>(page)] = true;
+  }
+  for (size_t page = 0; page < holders_.size(); ++page) {
+    ISTHMUS_CHECK(is_free[page] == (holders_[page] == 0));
+  }
+}
+
+}  // namespace isthmus::kv

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner of all pages of one cache kind: one arena, an index per page, a count of holders per
+// page. Bookkeeping only; it moves no bytes. Thread-safe: RPC threads reserve while the step loop
+// grows running sequences.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "services/base/mutex.h"
+
+namespace isthmus::kv {
+
+// Zero-filled memory, aligned to a machine page and committed only when touched. Registered with a
+// transport as a whole.
+class Arena {
+ public:
+  Arena() = default;
+  static absl::StatusOr<Arena> Create(int64_t bytes);
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  ~Arena();
+
+  std::byte* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+class PagePool {
+ public:
+  // `num_pages` pages of `page_bytes` each. `name` appears in errors.
+  static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, int64_t page_bytes,
+                                                          int32_t num_pages);
+
+  // Takes `count` pages, all or none: ResourceExhausted says how many are wanted and free.
+  absl::StatusOr<std::vector<int32_t>> Take(int64_t count);
+
+  // Adds a holder to a page that somebody holds already (sharing of a prefix).
+  void Hold(int32_t page);
+
+  // Gives one hold back; the page is free when it was the last. Releasing a free page is a bug of
+  // ours and ends the process.
+  void Release(int32_t page);
+
+  std::byte* address(int32_t page) const { return arena_.data() + page * page_bytes_; }
+  const Arena& arena() const { return arena_; }
+  int64_t page_bytes() const { return page_bytes_; }
+  int32_t num_pages() const { return static_cast<int32_t>(holders_.size()); }
+  int32_t num_free() const;
+
+  // Every page is either free once or held; check-fails otherwise.
+  void CheckConservation() const;
+
+ private:
+  PagePool(std::string name, int64_t page_bytes, int32_t num_pages, Arena arena);
+
+  const std::string name_;
+  const int64_t page_bytes_;
+  Arena arena_;
+  mutable Mutex mutex_;
+  std::vector<int32_t> holders_;  // Per page; 0 = free.
+  std::vector<int32_t> free_;     // Free pages, the next to take at the back.
+};
+
+}  // namespace isthmus::kv

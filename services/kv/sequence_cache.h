@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// All cached state of one sequence as one object, and the pools it comes from. Whoever moves,
+// saves or resets a sequence handles this object, so no part of it can be forgotten
+// (model specification 4.4, 4.5, 10.6).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/core/kv_layout.h"
+#include "services/kv/page_pool.h"
+
+namespace isthmus::kv {
+
+class CachePool;
+
+// Pages of every paged kind and the state slot of one sequence. Move-only; gives everything back
+// to its pool when it dies. Must not outlive the pool.
+class SequenceCache {
+ public:
+  SequenceCache() = default;
+  SequenceCache(SequenceCache&& other) noexcept;
+  SequenceCache& operator=(SequenceCache&& other) noexcept;
+  ~SequenceCache();
+
+  bool is_open() const { return pool_ != nullptr; }
+
+  // Tokens whose entries and rows are in the cache.
+  int64_t num_tokens() const { return num_tokens_; }
+  // Tokens that the held pages have room for.
+  int64_t capacity_tokens() const { return capacity_tokens_; }
+
+  // Page indices of one paged kind, in token order.
+  std::span<const int32_t> pages(kernels::CacheKindIndex kind) const { return pages_[kind]; }
+  int32_t slot() const { return slot_; }
+
+  // Room for `num_tokens` tokens in every paged kind, all or nothing; ResourceExhausted otherwise.
+  absl::Status Reserve(int64_t num_tokens);
+
+  // Says that the cache now holds `num_tokens` tokens: after a step, or after a transfer filled it.
+  // InvalidArgument beyond the capacity.
+  absl::Status SetNumTokens(int64_t num_tokens);
+
+  // The view for kernels: `num_rows` new tokens from num_tokens() on, rows from `first_row` of the
+  // batch. The capacity must suffice (checked).
+  kernels::SequenceKv View(int64_t first_row, int64_t num_rows) const;
+
+  // Back to zero tokens: the pages are given back and the state slot is cleared.
+  void Reset();
+
+ private:
+  friend class CachePool;
+  void Close();
+
+  CachePool* pool_ = nullptr;
+  int32_t slot_ = -1;
+  int64_t num_tokens_ = 0;
+  int64_t capacity_tokens_ = 0;
+  std::array<std::vector<int32_t>, kernels::kNumPagedKinds> pages_;
+  std::array<std::vector<std::byte*>, kernels::kNumPagedKinds> addresses_;
+};
+
+// Every pool of one device, sized for a number of tokens and of sequences. Thread-safe.
+class CachePool {
+ public:
+  // Pages for `num_tokens` tokens in all and state slots for `num_sequences` sequences. A kind
+  // that no layer has gets no pages.
+  static absl::StatusOr<std::unique_ptr<CachePool>> Create(const kernels::KvLayout& layout,
+                                                           int64_t num_tokens,
+                                                           int32_t num_sequences);
+
+  // An empty sequence with a cleared state slot; ResourceExhausted when no slot is free.
+  absl::StatusOr<SequenceCache> Open();
+
+  const kernels::KvLayout& layout() const { return layout_; }
+  PagePool& pages(kernels::CacheKindIndex kind) { return *pages_[kind]; }
+  // State slots are pages of a pool of their own: page index = slot, page_bytes = slot bytes.
+  PagePool& slots() { return *slots_; }
+
+  // Checks every pool (page_pool.h).
+  void CheckConservation() const;
+
+ private:
+  explicit CachePool(const kernels::KvLayout& layout) : layout_(layout) {}
+
+  const kernels::KvLayout layout_;
+  std::array<std::unique_ptr<PagePool>, kernels::kNumPagedKinds> pages_;
+  std::unique_ptr<PagePool> slots_;
+};
+
+}  // namespace isthmus::kv
