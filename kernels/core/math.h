@@ -16,4 +16,10 @@ float SqrtSoftplus(float x);
 // |angle| < 2^31.
 void SinCos(float angle, float* sin, float* cos);
 
+// f64 e^x and log x within a few ulp, for tables that are built once (RoPE frequencies) and for the
+// functions above. ExpF64: 0 below about -745, +infinity above about 709.8. LogF64: log 0 is
+// -infinity, log of a negative number NaN.
+double ExpF64(double x);
+double LogF64(double x);
+
 }  // namespace isthmus::kernels
