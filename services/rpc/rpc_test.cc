@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// Status, deadlines, health and the worker client over a real loopback connection.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "proto/cluster.grpc.pb.h"
+#include "proto/worker.grpc.pb.h"
+#include "services/base/clock.h"
+#include "services/base/fault.h"
+#include "services/rpc/channel.h"
+#include "services/rpc/metrics_exporter.h"
+#include "services/rpc/server.h"
+#include "services/rpc/status.h"
+#include "services/rpc/worker_client.h"
+
+namespace isthmus::rpc {
+namespace {
+
+using testing::HasSubstr;
+
+class ScriptedDecode : public v1::DecodeService::Service {
+ public:
+  grpc::Status Reserve(grpc::ServerContext* context, const v1::ReserveCall* call,
+                       v1::KvReservation* reply) override {
+    if (call->num_prompt_tokens() == 0) {
+      return ToGrpcStatus(WithFaultScope(absl::AbortedError("lease is gone"), FaultScope::kDevice),
+                          context);
+    }
+    while (call->num_prompt_tokens() == 99 && !context->IsCancelled()) {
+      RealClock().Sleep(absl::Milliseconds(1));
+    }
+    if (context->IsCancelled()) was_cancelled = true;
+    reply->set_transfer_id(call->transfer_id());
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Tokens(
+      grpc::ServerContext* context,
+      grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) override {
+    v1::TokensControl control;
+    if (!stream->Read(&control)) return grpc::Status::OK;
+    stream->SendInitialMetadata();
+    for (int i = 0; i < 3; ++i) {
+      v1::StepTokens step;
+      step.add_sequences()->set_first_index(control.hello().router_incarnation() + uint64_t(i));
+      stream->Write(step);
+    }
+    return ToGrpcStatus(absl::AbortedError("that is all"), context);
+  }
+
+  std::atomic<bool> was_cancelled = false;
+};
+
+struct Fixture {
+  Fixture() {
+    auto started = RpcServer::Start({}, {&decode});
+    EXPECT_TRUE(started.ok()) << started.status();
+    server = *std::move(started);
+    client = ConnectWorker(server->address());
+  }
+  ScriptedDecode decode;
+  std::unique_ptr<RpcServer> server;
+  std::unique_ptr<WorkerClient> client;
+};
+
+TEST(StatusTest, CodeMessageAndScopeCrossTheWire) {
+  Fixture fixture;
+  const auto reply = fixture.client->Reserve({}, {absl::Seconds(5), {}});
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr("lease is gone"));
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr(fixture.server->address()));
+  EXPECT_EQ(FaultScopeOf(reply.status()), FaultScope::kDevice);
+}
+
+TEST(StatusTest, AWorkerErrorKeepsItsScope) {
+  const absl::Status status =
+      WithFaultScope(absl::DataLossError("page group 3"), FaultScope::kPeer);
+  const absl::Status back = FromWorkerError(ToWorkerError(status));
+  EXPECT_EQ(back.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(back.message(), "page group 3");
+  EXPECT_EQ(FaultScopeOf(back), FaultScope::kPeer);
+}
+
+TEST(WorkerClientTest, CallsAndAnswers) {
+  Fixture fixture;
+  v1::ReserveCall call;
+  call.set_transfer_id("t");
+  call.set_num_prompt_tokens(1);
+  const auto reply = fixture.client->Reserve(call, {absl::Seconds(5), {}});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->transfer_id(), "t");
+}
+
+TEST(WorkerClientTest, NobodyThereSpoilsThePeer) {
+  const auto client = ConnectWorker("127.0.0.1:1");
+  const auto reply = client->Describe({absl::Seconds(5), {}});
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(FaultScopeOf(reply.status()), FaultScope::kPeer);
+}
+
+TEST(WorkerClientTest, ADeadlineEndsACall) {
+  Fixture fixture;
+  v1::ReserveCall call;
+  call.set_num_prompt_tokens(99);
+  const auto reply = fixture.client->Reserve(call, {absl::Milliseconds(50), {}});
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST(WorkerClientTest, ACancellationReachesTheWorker) {
+  Fixture fixture;
+  v1::ReserveCall call;
+  call.set_num_prompt_tokens(99);
+  const auto reply = fixture.client->Reserve(call, {absl::Seconds(30), [] { return true; }});
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kCancelled);
+  for (int i = 0; i < 2000 && !fixture.decode.was_cancelled; ++i) {
+    RealClock().Sleep(absl::Milliseconds(1));
+  }
+  EXPECT_TRUE(fixture.decode.was_cancelled);
+}
+
+TEST(WorkerClientTest, ReadsStepsUntilTheStreamEnds) {
+  Fixture fixture;
+  v1::TokensHello hello;
+  hello.set_router_incarnation(40);
+  bool is_open = false;
+  std::vector<uint64_t> seen;
+  const absl::Status status = fixture.client->ReadTokens(
+      hello, {absl::Seconds(5), {}}, [&] { is_open = true; },
+      [&](const v1::StepTokens& step) { seen.push_back(step.sequences(0).first_index()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(is_open);
+  EXPECT_THAT(seen, testing::ElementsAre(40, 41, 42));
+}
+
+TEST(RpcServerTest, RefusesATakenPort) {
+  Fixture fixture;
+  ScriptedDecode second;
+  ServerOptions options;
+  options.address = fixture.server->address();
+  const auto started = RpcServer::Start(options, {&second});
+  EXPECT_EQ(started.status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(ChannelTest, KnowsLoopbackAddresses) {
+  EXPECT_TRUE(IsLoopback("127.0.0.1:0"));
+  EXPECT_TRUE(IsLoopback("localhost:80"));
+  EXPECT_TRUE(IsLoopback("[::1]:80"));
+  EXPECT_FALSE(IsLoopback("0.0.0.0:80"));
+  EXPECT_FALSE(IsLoopback("[::]:80"));
+  EXPECT_FALSE(IsLoopback("10.0.0.1:80"));
+}
+
+TEST(ChannelTest, ATimeoutShrinksAlongThePath) {
+  EXPECT_EQ(HopTimeout(absl::Seconds(10), absl::Seconds(5)), absl::Milliseconds(4900));
+  EXPECT_EQ(HopTimeout(absl::Milliseconds(10), absl::ZeroDuration()), absl::Milliseconds(9));
+  EXPECT_EQ(HopTimeout(absl::Seconds(1), absl::Seconds(2)), absl::ZeroDuration());
+}
+
+TEST(MetricsExporterTest, ServesOnAFreePortAndRefusesATakenOne) {
+  static constexpr MetricSpec kRequests = {.name = "isthmus_test_requests_total",
+                                           .kind = MetricKind::kCounter,
+                                           .help = "Requests.",
+                                           .labels = {},
+                                           .buckets = {}};
+  static constexpr const MetricSpec* kSpecs[] = {&kRequests};
+  MetricsExporter exporter("test", kSpecs);
+  exporter.Add(kRequests, 2);
+  const auto address = exporter.Listen("127.0.0.1:0");
+  ASSERT_TRUE(address.ok()) << address.status();
+  EXPECT_NE(*address, "127.0.0.1:0");
+  MetricsExporter second("test", {});
+  EXPECT_EQ(second.Listen(*address).status().code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace isthmus::rpc

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/rpc/server.h"
+
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "services/base/log.h"
+#include "services/rpc/channel.h"
+
+namespace isthmus::rpc {
+
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
+    const ServerOptions& options, const std::vector<grpc::Service*>& services) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::ResourceQuota quota("server");
+  quota.SetMaxThreads(options.max_threads);
+  grpc::ServerBuilder builder;
+  builder.SetResourceQuota(quota);
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  // One poller is enough for sync calls of this size, and it keeps an idle process quiet.
+  builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
+  builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MIN_POLLERS, 1);
+  builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, 2);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 20000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // A second process on a taken port must fail instead of taking every other connection.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  int port = 0;
+  builder.AddListeningPort(options.address, grpc::InsecureServerCredentials(), &port);
+
+  std::unique_ptr<RpcServer> server(new RpcServer);
+  server->server_ = builder.BuildAndStart();
+  if (server->server_ == nullptr || port == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", options.address, ": taken, or no such address"));
+  }
+  server->address_ = WithPort(options.address, port);
+  if (!IsLoopback(options.address)) {
+    LogWarning("other machines can reach this listener, and it has no TLS",
+               {{"address", server->address_}});
+  }
+  server->server_->GetHealthCheckService()->SetServingStatus("liveness", true);
+  server->SetReady(false);
+  return server;
+}
+
+RpcServer::~RpcServer() { Stop(absl::ZeroDuration()); }
+
+void RpcServer::SetReady(bool is_ready) {
+  is_ready_ = is_ready;
+  server_->GetHealthCheckService()->SetServingStatus("readiness", is_ready);
+  server_->GetHealthCheckService()->SetServingStatus("", is_ready);
+}
+
+void RpcServer::Stop(absl::Duration patience) {
+  if (server_ == nullptr) return;
+  SetReady(false);
+  server_->Shutdown(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(patience));
+  server_->Wait();
+  server_.reset();
+}
+
+}  // namespace isthmus::rpc
