@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The variants of rope: internal to this folder and its tests.
+#pragma once
+
+#include <span>
+
+#include "kernels/core/choose.h"
+#include "kernels/rope/rope.h"
+
+namespace isthmus::kernels {
+
+// Pairs of one head that a table on the stack holds.
+inline constexpr int64_t kMaxRopePairs = 64;
+
+struct RopeVariant {
+  const Patch* patch = nullptr;  // Null: the trusted path of its architectures.
+  ArchRange arches;
+  bool (*supports)(const RopeArgs&) = nullptr;  // Null: every valid shape.
+  absl::Status (*launch)(const RopeArgs&, const Exec&) = nullptr;
+};
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+std::span<const RopeVariant> RopeVariants();
+
+absl::Status ValidateRope(const RopeArgs& args);
+absl::Status LaunchRopeCpu(const RopeArgs& args, const Exec& exec);
+
+}  // namespace isthmus::kernels
