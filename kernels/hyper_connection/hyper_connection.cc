@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Validation and the variant tables of the hyper-connection operations.
+#include "kernels/hyper_connection/hyper_connection.h"
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hyper_connection/hyper_connection_variants.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// More passes than any model uses; a bound, so that a bad configuration cannot hang a step.
+constexpr int kMaxSinkhornIterations = 1000;
+
+absl::Status CheckMatrix(absl::string_view name, const MatrixView& view, int64_t rows,
+                         int64_t cols) {
+  if (view.dtype != DType::kF32) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "hyper_connection: ", name, " must be f32, has dtype ", static_cast<int>(view.dtype)));
+  }
+  if (view.rows != rows || view.cols != cols) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: ", name, " is [", view.rows,
+                                                   ", ", view.cols, "], expected [", rows, ", ",
+                                                   cols, "]"));
+  }
+  if (view.rows > 1 && view.row_stride < view.cols) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: ", name, " has row stride ",
+                                                   view.row_stride, ", columns ", view.cols));
+  }
+  if (view.rows > 0 && view.data == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hyper_connection: ", name, " has ", view.rows, " rows and null data"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckVector(absl::string_view name, const VectorView& view, int64_t size) {
+  if (view.dtype != DType::kF32 || view.size != size || view.data == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hyper_connection: ", name, " has size ", view.size, " and dtype ",
+                     static_cast<int>(view.dtype), ", expected ", size, " and f32"));
+  }
+  return absl::OkStatus();
+}
+
+// What pre and the stream head share: streams, fn, scale, base, the epsilons and x.
+template <typename Args>
+absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales) {
+  const int64_t hidden = args.x.cols;
+  if (args.streams.rows < 0 || hidden < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: ", args.streams.rows,
+                                                   " tokens of hidden ", hidden,
+                                                   "; hidden must be at least 1"));
+  }
+  ISTHMUS_RETURN_IF_ERROR(
+      CheckMatrix("streams", args.streams, args.streams.rows, kNumStreams * hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x, args.streams.rows, hidden));
+  if (args.fn.format != WeightFormat::kF32 || args.fn.elements == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: fn must be f32, has format ",
+                                                   static_cast<int>(args.fn.format)));
+  }
+  if (args.fn.rows != num_mixes || args.fn.cols != kNumStreams * hidden) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: fn is [", args.fn.rows, ", ",
+                                                   args.fn.cols, "], expected [", num_mixes, ", ",
+                                                   kNumStreams * hidden, "]"));
+  }
+  ISTHMUS_RETURN_IF_ERROR(CheckVector("scale", args.scale, num_scales));
+  ISTHMUS_RETURN_IF_ERROR(CheckVector("base", args.base, num_mixes));
+  if (!(args.epsilon >= 0.0f) || !(args.hc_epsilon >= 0.0f)) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: epsilon is ", args.epsilon,
+                                                   ", hc_epsilon ", args.hc_epsilon,
+                                                   "; both must be at least 0"));
+  }
+  return absl::OkStatus();
+}
+
+constexpr HyperConnectionVariant<HyperConnectionPreArgs> kPreVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionPreCpu},
+};
+constexpr HyperConnectionVariant<HyperConnectionPostArgs> kPostVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionPostCpu},
+};
+constexpr HyperConnectionVariant<HyperConnectionHeadArgs> kHeadVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionHeadCpu},
+};
+
+}  // namespace
+
+std::span<const HyperConnectionVariant<HyperConnectionPreArgs>> HyperConnectionPreVariants() {
+  return kPreVariants;
+}
+std::span<const HyperConnectionVariant<HyperConnectionPostArgs>> HyperConnectionPostVariants() {
+  return kPostVariants;
+}
+std::span<const HyperConnectionVariant<HyperConnectionHeadArgs>> HyperConnectionHeadVariants() {
+  return kHeadVariants;
+}
+
+absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args) {
+  ISTHMUS_RETURN_IF_ERROR(CheckMix(args, kNumMixes, 3));
+  if (args.sinkhorn_iterations < 1 || args.sinkhorn_iterations > kMaxSinkhornIterations) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: sinkhorn_iterations is ",
+                                                   args.sinkhorn_iterations, "; it must be in [1, ",
+                                                   kMaxSinkhornIterations, "]"));
+  }
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("post", args.post, args.streams.rows, kNumStreams));
+  return CheckMatrix("comb", args.comb, args.streams.rows, kNumStreams * kNumStreams);
+}
+
+absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args) {
+  const int64_t tokens = args.y.rows;
+  const int64_t hidden = args.y.cols;
+  if (tokens < 0 || hidden < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("hyper_connection: y is [", tokens, ", ", hidden,
+                                                   "]; hidden must be at least 1"));
+  }
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("y", args.y, tokens, hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("streams", args.streams, tokens, kNumStreams * hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("post", args.post, tokens, kNumStreams));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("comb", args.comb, tokens, kNumStreams * kNumStreams));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, tokens, kNumStreams * hidden));
+  if (args.out.data == args.streams.data && args.out.row_stride != args.streams.row_stride) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hyper_connection: out is streams with row stride ", args.out.row_stride,
+                     " instead of ", args.streams.row_stride));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args) {
+  return CheckMix(args, kNumStreams, 1);
+}
+
+absl::Status HyperConnectionPre(const HyperConnectionPreArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPre(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionPreVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+absl::Status HyperConnectionPost(const HyperConnectionPostArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPost(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionPostVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+absl::Status HyperConnectionHead(const HyperConnectionHeadArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionHead(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionHeadVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+}  // namespace isthmus::kernels

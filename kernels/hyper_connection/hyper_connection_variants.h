@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The variants of the three hyper-connection operations: internal to this folder and its tests.
+#pragma once
+
+#include <span>
+
+#include "kernels/core/choose.h"
+#include "kernels/hyper_connection/hyper_connection.h"
+
+namespace isthmus::kernels {
+
+template <typename Args>
+struct HyperConnectionVariant {
+  const Patch* patch = nullptr;  // Null: the trusted path of its architectures.
+  ArchRange arches;
+  bool (*supports)(const Args&) = nullptr;  // Null: every valid shape.
+  absl::Status (*launch)(const Args&, const Exec&) = nullptr;
+};
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+std::span<const HyperConnectionVariant<HyperConnectionPreArgs>> HyperConnectionPreVariants();
+std::span<const HyperConnectionVariant<HyperConnectionPostArgs>> HyperConnectionPostVariants();
+std::span<const HyperConnectionVariant<HyperConnectionHeadArgs>> HyperConnectionHeadVariants();
+
+absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args);
+absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args);
+absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args);
+
+absl::Status LaunchHyperConnectionPreCpu(const HyperConnectionPreArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionPostCpu(const HyperConnectionPostArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionHeadCpu(const HyperConnectionHeadArgs& args, const Exec& exec);
+
+}  // namespace isthmus::kernels
