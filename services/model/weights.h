@@ -34,6 +34,8 @@
 
 namespace isthmus::model {
 
+class WeightStorage;
+
 struct WeightOptions {
   enum Residency : uint8_t {
     kAuto,    // kPacked when the weights fit into packed_limit_bytes, else kMapped.
@@ -140,7 +142,6 @@ class Weights {
 
  private:
   friend class WeightBuilder;
-  class Storage;  // Anonymous memory and file mappings.
   Weights();
 
   ModelConfig config_;
@@ -151,7 +152,7 @@ class Weights {
   std::vector<LayerWeights> layers_;
   uint64_t fingerprint_ = 0;
   WeightReport report_;
-  std::unique_ptr<Storage> storage_;
+  std::unique_ptr<WeightStorage> storage_;  // Behind all views.
 };
 
 }  // namespace isthmus::model
