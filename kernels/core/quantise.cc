@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Each function runs group by group: the largest magnitude gives the power-of-two scale by the
 // scalar rule of formats.h, and the elements follow sixteen at a time. Dividing by a power of two
-// and multiplying by its inverse round alike, so the vector code multiplies.
+// and multiplying by its inverse round alike, so the vector code multiplies. A group with an
+// infinity has an infinite scale, whose inverse is zero, and comes out as NaN.
 #include "kernels/core/quantise.h"
 
 #include <algorithm>
@@ -28,7 +29,7 @@ template <class Codec>
 HWY_INLINE void RoundTripGroup(const Codec& codec, const float* x, size_t n, int exponent,
                                float* out) {
   const DF d;
-  const VF inverse = hn::Set(d, PowerOfTwo(-exponent));
+  const VF inverse = hn::Set(d, 1.0f / PowerOfTwo(exponent));
   const VF scale = hn::Set(d, PowerOfTwo(exponent));
   const auto round = [&](VF v) HWY_ATTR { return hn::Mul(codec(hn::Mul(v, inverse)), scale); };
   MapRow16(round, x, n, out);
@@ -66,7 +67,7 @@ void EncodeKvEntryT(const float* x, int head_dim, int rope_dim, uint8_t* data, u
   for (int k = 0; k < nope; k += kKvNopeBlock) {
     const int exponent = Fp8ScaleExponent(MaxAbs16(x + k, kKvNopeBlock));
     scale[k / kKvNopeBlock] = static_cast<uint8_t>(exponent + 127);
-    const F32x16 inverse = Set16(PowerOfTwo(-exponent));
+    const F32x16 inverse = Set16(1.0f / PowerOfTwo(exponent));
     for (int i = k; i < k + kKvNopeBlock; i += 16) {
       const auto code = [](VF v) HWY_ATTR { return CodeE4m3V(v); };
       StoreCodes16(code, Mul16(Load16(x + i), inverse), data + i);
@@ -99,7 +100,7 @@ void EncodeIndexKeyT(const float* x, int dim, uint8_t* data, uint8_t* scale) {
   for (int k = 0; k < dim; k += kIndexKeyBlock) {
     const int exponent = Fp4ScaleExponent(MaxAbs16(x + k, kIndexKeyBlock));
     scale[k / kIndexKeyBlock] = static_cast<uint8_t>(exponent + 127);
-    const F32x16 inverse = Set16(PowerOfTwo(-exponent));
+    const F32x16 inverse = Set16(1.0f / PowerOfTwo(exponent));
     for (int i = 0; i < kIndexKeyBlock; i += 16) {
       const auto code = [](VF v) HWY_ATTR { return CodeE2m1V(v); };
       StoreCodes16(code, Mul16(Load16(x + k + i), inverse), codes + i);

@@ -49,7 +49,7 @@ HWY_INLINE VF RoundBf16V(VF x) {
   const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
   const VU sum = hn::Add(hn::Add(bits, hn::Set(du, 0x7fffu)), odd);
   const VF rounded = hn::BitCast(d, hn::And(sum, hn::Set(du, 0xffff0000u)));
-  return hn::IfThenElse(hn::Ne(x, x), hn::BitCast(d, hn::Set(du, 0x7fc00000u)), rounded);
+  return hn::IfThenElse(hn::IsNaN(x), hn::BitCast(d, hn::Set(du, 0x7fc00000u)), rounded);
 }
 
 // e^x, lane by lane the bits of Exp in math.h; see there for the range.
@@ -77,7 +77,7 @@ HWY_INLINE VF ExpV(VF x) {
   const VI bias = hn::Set(di, 127);
   const VF a = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(half, bias)));
   const VF b = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(hn::Sub(whole, half), bias)));
-  return hn::IfThenElse(hn::Ne(x, x), x, hn::Mul(hn::Mul(p, a), b));
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Mul(hn::Mul(p, a), b));
 }
 
 // 1 / (1 + e^-x), the bits of Sigmoid in math.h.
@@ -99,7 +99,7 @@ HWY_INLINE VF RoundE4m3V(VF x) {
   y = hn::IfThenElse(hn::Lt(a, hn::Set(d, 0x1p-6f)), hn::Sub(hn::Add(a, grid), grid), y);
   const VF largest = hn::Set(d, 448.0f);
   y = hn::IfThenElse(hn::Ge(a, largest), largest, y);
-  y = hn::IfThenElse(hn::Ne(x, x), hn::BitCast(d, hn::Set(du, 0x7fc00000u)), y);
+  y = hn::IfThenElse(hn::IsNaN(x), hn::BitCast(d, hn::Set(du, 0x7fc00000u)), y);
   return hn::CopySign(y, x);
 }
 
@@ -117,7 +117,7 @@ HWY_INLINE VU CodeE4m3V(VF x) {
   code = hn::IfThenElse(hn::RebindMask(du, hn::Lt(a, hn::Set(d, 0x1p-6f))), steps, code);
   const VU largest = hn::Set(du, 0x7eu);
   code = hn::IfThenElse(hn::RebindMask(du, hn::Ge(a, hn::Set(d, 448.0f))), largest, code);
-  code = hn::IfThenElse(hn::RebindMask(du, hn::Ne(x, x)), hn::Set(du, 0x7fu), code);
+  code = hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), hn::Set(du, 0x7fu), code);
   const VU sign = hn::And(hn::ShiftRight<24>(hn::BitCast(du, x)), hn::Set(du, 0x80u));
   return hn::Or(code, sign);
 }

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <hwy/highway.h>
+#include <hwy/targets.h>  // Not highway.h, which must come after foreach_target.h.
 
 #include "gtest/gtest.h"
 
