@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Validation and the variant table of attention.
+#include "kernels/attention/attention.h"
+
+#include "absl/strings/str_cat.h"
+#include "kernels/attention/attention_variants.h"
+#include "kernels/core/choose.h"
+#include "kernels/core/sequence_check.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+constexpr AttentionVariant kVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchAttentionCpu},
+};
+
+constexpr int64_t kPartialSums = 16;
+
+absl::Status ValidateShapes(const AttentionArgs& args) {
+  if (args.num_heads < 1 || args.head_dim < kPartialSums || args.head_dim % kPartialSums != 0 ||
+      args.rope_dim < 0 || args.rope_dim > args.head_dim) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "attention: num_heads ", args.num_heads, ", head_dim ", args.head_dim, ", rope_dim ",
+        args.rope_dim, "; head_dim must be a positive multiple of ", kPartialSums));
+  }
+  if (args.window < 1 || args.ratio < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: window ", args.window,
+                                                   " must be positive, ratio ", args.ratio,
+                                                   " not negative"));
+  }
+  const int64_t rows = args.q.rows;
+  const int64_t width = args.num_heads * args.head_dim;
+  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("attention: q", args.q, rows, width));
+  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("attention: out", args.out, rows, width));
+  ISTHMUS_RETURN_IF_ERROR(
+      CheckF32Matrix("attention: chunk_kv", args.chunk_kv, rows, args.head_dim));
+  if (args.out.data == args.q.data && args.out.row_stride != args.q.row_stride) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: out is q with row_stride ",
+                                                   args.out.row_stride, " instead of ",
+                                                   args.q.row_stride));
+  }
+  if (args.sink.dtype != DType::kF32 || args.sink.size != args.num_heads) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: sink has ", args.sink.size,
+                                                   " elements, num_heads is ", args.num_heads));
+  }
+  return absl::OkStatus();
+}
+
+// A plane of KV entries of this head_dim in one of the two KV formats.
+absl::Status ValidatePlane(const char* name, const EntryPlane& plane, const AttentionArgs& args) {
+  int64_t bytes = 0;
+  if (plane.format == EntryFormat::kKvFp8) bytes = args.head_dim + args.rope_dim;
+  if (plane.format == EntryFormat::kKvF32) bytes = 4 * args.head_dim;
+  if (bytes != 0 && plane.data_bytes == bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("attention: ", name, " has format ",
+                                                 static_cast<int>(plane.format), " with ",
+                                                 plane.data_bytes, " bytes per entry, head_dim is ",
+                                                 args.head_dim, ", rope_dim ", args.rope_dim));
+}
+
+absl::Status ValidateSelected(const AttentionArgs& args, const SequenceKv& seq) {
+  for (int64_t i = 0; i < seq.num_rows; ++i) {
+    const int64_t row = seq.first_row + i;
+    const int64_t visible = VisibleEntries(seq.start_position + i, args.ratio);
+    const int32_t* selected = args.selected + row * args.max_selected;
+    for (int64_t k = 0; k < args.max_selected; ++k) {
+      if (selected[k] >= -1 && selected[k] < visible) continue;
+      return absl::InvalidArgumentError(absl::StrCat("attention: selected[", row, "][", k, "] is ",
+                                                     selected[k], ", the row sees ", visible,
+                                                     " entries"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ValidateAttention(const AttentionArgs& args) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateShapes(args));
+  ISTHMUS_RETURN_IF_ERROR(CheckSequences("attention", args.sequences, args.q.rows));
+  ISTHMUS_RETURN_IF_ERROR(ValidatePlane("window_plane", args.window_plane, args));
+  if (args.window_plane.entries != args.window) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: the ring has ",
+                                                   args.window_plane.entries,
+                                                   " entries, window is ", args.window));
+  }
+  if (args.ratio != 0) {
+    if (args.entry_kind != kCsaKv && args.entry_kind != kHcaKv) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("attention: entry_kind is ", static_cast<int>(args.entry_kind), ", must be ",
+                       static_cast<int>(kCsaKv), " or ", static_cast<int>(kHcaKv)));
+    }
+    ISTHMUS_RETURN_IF_ERROR(ValidatePlane("entry_plane", args.entry_plane, args));
+  }
+  if (args.selected != nullptr && (args.max_selected < 1 || args.ratio == 0)) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: selected with max_selected ",
+                                                   args.max_selected, " and ratio ", args.ratio));
+  }
+  for (const SequenceKv& seq : args.sequences) {
+    if (seq.num_rows == 0) continue;
+    if (seq.state == nullptr) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("attention: sequence at row ", seq.first_row, " has no state slot"));
+    }
+    if (args.ratio == 0) continue;
+    const int64_t visible = VisibleEntries(seq.start_position + seq.num_rows - 1, args.ratio);
+    ISTHMUS_RETURN_IF_ERROR(
+        CheckPages("attention", seq, args.entry_kind, args.entry_plane, visible));
+    if (args.selected != nullptr) ISTHMUS_RETURN_IF_ERROR(ValidateSelected(args, seq));
+  }
+  return absl::OkStatus();
+}
+
+std::span<const AttentionVariant> AttentionVariants() { return kVariants; }
+
+absl::Status Attention(const AttentionArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateAttention(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const AttentionVariant* variant,
+                           Choose(AttentionVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+}  // namespace isthmus::kernels

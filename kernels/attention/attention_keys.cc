@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Keys of a query: sharing, decoding and order.
+#include "kernels/attention/attention_keys.h"
+
+#include <algorithm>
+#include <bit>
+#include <new>
+
+#include "kernels/attention/attention_variants.h"
+#include "kernels/core/quantise.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// A decoded window costs one row of queries' worth of decoding, so a few rows repay it.
+constexpr int64_t kMinRowsToShare = 4;
+// Shared copies of entries of one call; beyond it each query decodes what it selects.
+constexpr int64_t kMaxSharedBytes = int64_t{256} << 20;
+
+int64_t KeysPerQuery(const AttentionArgs& args, const SequenceKv& seq) {
+  const int64_t end = seq.start_position + seq.num_rows;
+  const int64_t visible = VisibleEntries(end - 1, args.ratio);
+  const int64_t entries = args.selected != nullptr ? std::min(args.max_selected, visible) : visible;
+  return std::min(end, args.window) + entries;
+}
+
+// How many decoded entries the queries of `seq` would ask for one by one.
+int64_t EntryUses(const AttentionArgs& args, const SequenceKv& seq, int64_t visible) {
+  return seq.num_rows * (args.selected != nullptr ? std::min(args.max_selected, visible) : visible);
+}
+
+void DecodeEntry(const AttentionArgs& args, const std::byte* data, const std::byte* scale,
+                 float* out) {
+  DecodeKvEntry(data, scale, static_cast<int>(args.head_dim), static_cast<int>(args.rope_dim), out);
+}
+
+bool IsF32(const EntryPlane& plane) { return plane.format == EntryFormat::kKvF32; }
+
+}  // namespace
+
+SharedKeys* DecodeSharedKeys(const AttentionArgs& args, const Exec& exec, Workspace::Scope& scope) {
+  auto* shared = scope.Take<SharedKeys>(static_cast<int64_t>(args.sequences.size()));
+  const int64_t d = args.head_dim;
+  int64_t budget = kMaxSharedBytes / static_cast<int64_t>(sizeof(float));
+  for (size_t i = 0; i < args.sequences.size(); ++i) {
+    const SequenceKv& seq = args.sequences[i];
+    SharedKeys& keys = *new (&shared[i]) SharedKeys;
+    if (seq.num_rows < kMinRowsToShare) continue;
+    if (!IsF32(args.window_plane)) {
+      keys.window_begin = std::max<int64_t>(0, seq.start_position - args.window + 1);
+      const int64_t count = seq.start_position - keys.window_begin;
+      keys.window = scope.Take<float>(std::max<int64_t>(1, count * d));
+      ParallelFor(exec, count, 8, [&](int64_t begin, int64_t end, int) {
+        for (int64_t k = begin; k < end; ++k) {
+          const int64_t slot = (keys.window_begin + k) % args.window;
+          DecodeEntry(args, args.window_plane.data(seq.state, slot),
+                      args.window_plane.scale(seq.state, slot), keys.window + k * d);
+        }
+      });
+    }
+    if (args.ratio == 0 || IsF32(args.entry_plane)) continue;
+    const int64_t visible = VisibleEntries(seq.start_position + seq.num_rows - 1, args.ratio);
+    if (visible == 0 || visible * d > budget || EntryUses(args, seq, visible) < 2 * visible) {
+      continue;
+    }
+    budget -= visible * d;
+    keys.num_entries = visible;
+    keys.entries = scope.Take<float>(visible * d);
+    const PagedEntries paged = {seq.pages[args.entry_kind], args.entry_plane};
+    ParallelFor(exec, visible, 8, [&](int64_t begin, int64_t end, int) {
+      for (int64_t j = begin; j < end; ++j) {
+        DecodeEntry(args, paged.data(j), paged.scale(j), keys.entries + j * d);
+      }
+    });
+  }
+  return shared;
+}
+
+QueryKeys* TakeQueryKeys(const AttentionArgs& args, const SharedKeys* shared, int64_t task_heads,
+                         const Exec& exec, Workspace::Scope& scope) {
+  int64_t max_keys = 0;
+  int64_t max_decoded = 0;
+  int64_t max_visible = 0;
+  for (size_t i = 0; i < args.sequences.size(); ++i) {
+    const SequenceKv& seq = args.sequences[i];
+    if (seq.num_rows == 0) continue;
+    const int64_t keys = KeysPerQuery(args, seq);
+    max_keys = std::max(max_keys, keys);
+    const bool window_ready = IsF32(args.window_plane) || shared[i].window != nullptr;
+    const bool entries_ready =
+        args.ratio == 0 || IsF32(args.entry_plane) || shared[i].entries != nullptr;
+    if (!window_ready || !entries_ready) max_decoded = std::max(max_decoded, keys);
+    max_visible =
+        std::max(max_visible, VisibleEntries(seq.start_position + seq.num_rows - 1, args.ratio));
+  }
+  max_keys = (max_keys + 15) / 16 * 16;
+  auto* out = scope.Take<QueryKeys>(NumThreads(exec));
+  for (int t = 0; t < NumThreads(exec); ++t) {
+    QueryKeys& keys = *new (&out[t]) QueryKeys;
+    keys.max_keys = max_keys;
+    keys.keys = scope.Take<const float*>(max_keys);
+    if (max_decoded > 0) keys.decoded = scope.Take<float>(max_decoded * args.head_dim);
+    if (args.selected != nullptr) keys.marks = scope.Take<uint64_t>(max_visible / 64 + 1);
+    keys.scores = scope.Take<float>(task_heads * max_keys);
+  }
+  return out;
+}
+
+namespace {
+
+// Appends entry `j`, decoded where it has to be.
+void AppendEntry(const AttentionArgs& args, const PagedEntries& paged, const SharedKeys& shared,
+                 int64_t j, QueryKeys* out) {
+  const int64_t d = args.head_dim;
+  const float* key = nullptr;
+  if (IsF32(args.entry_plane)) {
+    key = reinterpret_cast<const float*>(paged.data(j));
+  } else if (shared.entries != nullptr) {
+    key = shared.entries + j * d;
+  } else {
+    float* decoded = out->decoded + out->count * d;
+    DecodeEntry(args, paged.data(j), paged.scale(j), decoded);
+    key = decoded;
+  }
+  out->keys[out->count++] = key;
+}
+
+void AppendWindow(const AttentionArgs& args, const SequenceKv& seq, const SharedKeys& shared,
+                  int64_t position, QueryKeys* out) {
+  const int64_t d = args.head_dim;
+  for (int64_t p = std::max<int64_t>(0, position - args.window + 1); p <= position; ++p) {
+    const float* key = nullptr;
+    if (p >= seq.start_position) {
+      key = args.chunk_kv.f32(seq.first_row + p - seq.start_position);
+    } else if (IsF32(args.window_plane)) {
+      key = reinterpret_cast<const float*>(args.window_plane.data(seq.state, p % args.window));
+    } else if (shared.window != nullptr) {
+      key = shared.window + (p - shared.window_begin) * d;
+    } else {
+      float* decoded = out->decoded + out->count * d;
+      DecodeEntry(args, args.window_plane.data(seq.state, p % args.window),
+                  args.window_plane.scale(seq.state, p % args.window), decoded);
+      key = decoded;
+    }
+    out->keys[out->count++] = key;
+  }
+}
+
+// Selected entries in ascending order, by marking them: cheaper than sorting, and the order of the
+// indexer's list then cannot reach the bits of the result.
+void AppendSelected(const AttentionArgs& args, const PagedEntries& paged, const SharedKeys& shared,
+                    int64_t row, int64_t visible, QueryKeys* out) {
+  const int64_t words = visible / 64 + 1;
+  std::fill(out->marks, out->marks + words, uint64_t{0});
+  const int32_t* selected = args.selected + row * args.max_selected;
+  for (int64_t k = 0; k < args.max_selected; ++k) {
+    if (selected[k] >= 0) out->marks[selected[k] / 64] |= uint64_t{1} << (selected[k] % 64);
+  }
+  for (int64_t w = 0; w < words; ++w) {
+    for (uint64_t bits = out->marks[w]; bits != 0; bits &= bits - 1) {
+      AppendEntry(args, paged, shared, 64 * w + std::countr_zero(bits), out);
+    }
+  }
+}
+
+}  // namespace
+
+void CollectKeys(const AttentionArgs& args, const SequenceKv& seq, const SharedKeys& shared,
+                 int64_t row, QueryKeys* out) {
+  if (out->row == row) return;
+  out->row = row;
+  out->count = 0;
+  const int64_t position = seq.start_position + row - seq.first_row;
+  AppendWindow(args, seq, shared, position, out);
+  if (args.ratio != 0) {
+    const int64_t visible = VisibleEntries(position, args.ratio);
+    const PagedEntries paged = {seq.pages[args.entry_kind], args.entry_plane};
+    if (args.selected != nullptr) {
+      AppendSelected(args, paged, shared, row, visible, out);
+    } else {
+      for (int64_t j = 0; j < visible; ++j) AppendEntry(args, paged, shared, j, out);
+    }
+  }
+  for (int64_t k = out->count; k % kKeysPerTile != 0; ++k) out->keys[k] = out->keys[out->count - 1];
+}
+
+}  // namespace isthmus::kernels

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The variant record of attention and its launchers. Internal to this folder and its tests.
+#pragma once
+
+#include <span>
+
+#include "absl/status/status.h"
+#include "kernels/attention/attention.h"
+#include "kernels/core/exec.h"
+#include "services/base/patch.h"
+
+namespace isthmus::kernels {
+
+struct AttentionVariant {
+  const Patch* patch = nullptr;  // Null: the trusted path.
+  ArchRange arches;
+  bool (*supports)(const AttentionArgs&) = nullptr;  // Null: everything valid.
+  absl::Status (*launch)(const AttentionArgs&, const Exec&) = nullptr;
+};
+
+std::span<const AttentionVariant> AttentionVariants();
+absl::Status ValidateAttention(const AttentionArgs& args);
+
+absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec);
+
+// The definition's loops in f32: the yardstick of bounds, no variant.
+absl::Status AttentionNaive(const AttentionArgs& args, const Exec& exec);
+
+// Entries that the query at `position` sees.
+inline int64_t VisibleEntries(int64_t position, int64_t ratio) {
+  return ratio == 0 ? 0 : (position + 1) / ratio;
+}
+
+}  // namespace isthmus::kernels
