@@ -9,6 +9,8 @@
 // thread count or the layout of the weight (kernels/decisions/0001-summation-order.md).
 #pragma once
 
+#include <span>
+
 #include "kernels/core/exec.h"
 #include "kernels/core/tensor.h"
 #include "kernels/core/weight.h"
@@ -18,6 +20,16 @@ namespace isthmus::kernels {
 // x: f32 [M, K], out: f32 [M, N]; rows may be strided; out must not overlap x. Shapes must agree
 // (checked).
 void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec);
+
+// One product of several.
+struct GemmTask {
+  MatrixView x;
+  WeightView w;
+  MatrixView out;
+};
+// Independent products in one parallel loop: the experts of a step, or several linears of one
+// input. Each has the bits that Gemm gives; no output may overlap anything.
+void GemmMany(std::span<const GemmTask> tasks, const Exec& exec);
 
 // The value of one weight, by the scalar codecs: what a definition sums.
 double WeightValue(const WeightView& w, int64_t n, int64_t k);

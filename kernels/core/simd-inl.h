@@ -22,6 +22,12 @@
 #include <cstddef>
 #include <cstdint>
 
+// Before a loop with a small constant bound over an array of vectors: unrolls it wholly, so that
+// the array lives in registers.
+#ifndef ISTHMUS_UNROLL
+#define ISTHMUS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace isthmus::kernels {
 namespace HWY_NAMESPACE {
@@ -187,6 +193,7 @@ HWY_INLINE F32x16 Load16(const float* p) {
   return Parts16([&](size_t part) HWY_ATTR { return hn::LoadU(DF(), p + part * kLanes); });
 }
 HWY_INLINE void Store16(const F32x16& x, float* p) {
+  ISTHMUS_UNROLL
   for (size_t part = 0; part < kParts; ++part) hn::StoreU(x.v[part], DF(), p + part * kLanes);
 }
 
@@ -204,6 +211,7 @@ HWY_INLINE F32x16 LoadFirst16(const float* p, size_t n) {
 }
 HWY_INLINE void StoreFirst16(const F32x16& x, float* p, size_t n) {
   const DF d;
+  ISTHMUS_UNROLL
   for (size_t part = 0; part < kParts; ++part) {
     hn::BlendedStore(x.v[part], hn::FirstN(d, LanesIn(part, n)), d, p + part * kLanes);
   }
@@ -272,27 +280,36 @@ HWY_INLINE float FoldMax16(const F32x16& x) {
 template <size_t kA, size_t kB>
 HWY_INLINE void DotTile16(const float* const* a, const float* const* b, size_t n, float* out) {
   F32x16 sum[kA][kB];
+  ISTHMUS_UNROLL
   for (size_t i = 0; i < kA; ++i) {
+    ISTHMUS_UNROLL
     for (size_t j = 0; j < kB; ++j) sum[i][j] = Zero16();
   }
   size_t k = 0;
   for (; k + 16 <= n; k += 16) {
     F32x16 column[kB];
+    ISTHMUS_UNROLL
     for (size_t j = 0; j < kB; ++j) column[j] = Load16(b[j] + k);
+    ISTHMUS_UNROLL
     for (size_t i = 0; i < kA; ++i) {
       const F32x16 row = Load16(a[i] + k);
+      ISTHMUS_UNROLL
       for (size_t j = 0; j < kB; ++j) sum[i][j] = MulAdd16(row, column[j], sum[i][j]);
     }
   }
   if (k < n) {
+    ISTHMUS_UNROLL
     for (size_t i = 0; i < kA; ++i) {
       const F32x16 row = LoadFirst16(a[i] + k, n - k);
+      ISTHMUS_UNROLL
       for (size_t j = 0; j < kB; ++j) {
         sum[i][j] = MulAdd16(row, LoadFirst16(b[j] + k, n - k), sum[i][j]);
       }
     }
   }
+  ISTHMUS_UNROLL
   for (size_t i = 0; i < kA; ++i) {
+    ISTHMUS_UNROLL
     for (size_t j = 0; j < kB; ++j) out[i * kB + j] = Fold16(sum[i][j]);
   }
 }
@@ -385,6 +402,7 @@ HWY_INLINE F32x16 DecodeUe8m0x16(const uint8_t* p) {
 HWY_INLINE void DecodeE2m1Pairs16(const uint8_t* p, F32x16* low, F32x16* high) {
   const DU du;
   const hn::Rebind<uint8_t, DF> d8;
+  ISTHMUS_UNROLL
   for (size_t part = 0; part < kParts; ++part) {
     const VU byte = hn::PromoteTo(du, hn::LoadU(d8, p + part * kLanes));
     low->v[part] = ValueE2m1V(byte);

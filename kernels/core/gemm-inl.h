@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of the CPU matrix product, once per SIMD target. Two shapes of work give the same bits:
+//
+//   fused  1 to 4 rows: each weight vector is decoded and multiplied at once, several panels side
+//          by side so that the chains of FMAs hide their latency. Bound by decoding.
+//   tiled  more rows: a block of 128 inputs of one or two panels is decoded into L1 once and
+//          multiplied with up to 16 tiles of rows. Bound by FMA.
+//
+// In both, output (m, n) sees: acc = 0; acc = fma(x, w, acc) over its group in ascending k;
+// total = fma(acc, scale, total) over the groups in ascending order.
+
+#if defined(ISTHMUS_KERNELS_CORE_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef ISTHMUS_KERNELS_CORE_GEMM_INL_H_
+#undef ISTHMUS_KERNELS_CORE_GEMM_INL_H_
+#else
+#define ISTHMUS_KERNELS_CORE_GEMM_INL_H_
+#endif
+
+#include <algorithm>
+
+#include "kernels/core/gemm_blocks.h"
+#include "kernels/core/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace isthmus::kernels {
+namespace HWY_NAMESPACE {
+
+// A register tile: 16 accumulators of 32 registers, or 12 of 16.
+inline constexpr int64_t kTileRows = kLanes == 16 ? 8 : 6;
+inline constexpr int64_t kTileWidth = kLanes == 16 ? 2 : 1;  // In panels.
+static_assert(kTileRows <= kMaxTileRows && kTileWidth <= kTilePanels);
+
+// Panels that the fused loop takes at once for `rows` rows.
+template <int kRows>
+inline constexpr int kFusedWidth = kLanes == 16 ? (kRows <= 2 ? 4 : 2)
+                                                : (kRows == 1 ? 4 : (kRows == 2 ? 2 : 1));
+
+template <WeightFormat kFormat>
+inline constexpr bool kPairs = kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kNvfp4;
+
+// The weights of input k (not for pairs).
+template <WeightFormat kFormat>
+HWY_INLINE F32x16 DecodeOne(const uint8_t* elements, int64_t k) {
+  if constexpr (kFormat == WeightFormat::kF32) {
+    return Load16(reinterpret_cast<const float*>(elements) + k * 16);
+  } else if constexpr (kFormat == WeightFormat::kBf16) {
+    return DecodeBf16x16(reinterpret_cast<const uint16_t*>(elements) + k * 16);
+  } else {
+    return DecodeE4m3x16(elements + k * 16);
+  }
+}
+
+template <WeightFormat kFormat>
+HWY_INLINE F32x16 DecodeScale(const uint8_t* scales, float global_scale) {
+  if constexpr (kFormat == WeightFormat::kNvfp4) {
+    return Mul16(DecodeE4m3x16(scales), Set16(global_scale));
+  } else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kFp8Block128) {
+    return DecodeUe8m0x16(scales);
+  } else {
+    return Set16(1.0f);
+  }
+}
+
+// ---- Fused.
+
+// acc[r][p] += x[r][k] * w[p][k] for k in [begin, end) of the block.
+template <WeightFormat kFormat, int kRows, int kWidth>
+HWY_INLINE void FusedGroup(const float* const* x, const PanelBlock* blocks, int64_t begin,
+                           int64_t end, F32x16 (&acc)[kRows][kWidth]) {
+  if constexpr (kPairs<kFormat>) {
+    for (int64_t k = begin; k < end; k += 2) {
+      F32x16 even[kRows];
+      F32x16 odd[kRows];
+      ISTHMUS_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        even[r] = Set16(x[r][k]);
+        odd[r] = Set16(x[r][k + 1]);
+      }
+      ISTHMUS_UNROLL
+      for (int p = 0; p < kWidth; ++p) {
+        F32x16 low;
+        F32x16 high;
+        DecodeE2m1Pairs16(blocks[p].elements + k * 8, &low, &high);
+        ISTHMUS_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          acc[r][p] = MulAdd16(even[r], low, acc[r][p]);
+          acc[r][p] = MulAdd16(odd[r], high, acc[r][p]);
+        }
+      }
+    }
+  } else {
+    for (int64_t k = begin; k < end; ++k) {
+      F32x16 factor[kRows];
+      ISTHMUS_UNROLL
+      for (int r = 0; r < kRows; ++r) factor[r] = Set16(x[r][k]);
+      ISTHMUS_UNROLL
+      for (int p = 0; p < kWidth; ++p) {
+        const F32x16 weight = DecodeOne<kFormat>(blocks[p].elements, k);
+        ISTHMUS_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          acc[r][p] = MulAdd16(factor[r], weight, acc[r][p]);
+        }
+      }
+    }
+  }
+}
+
+// Panels [panel, panel + kWidth) of all rows.
+template <WeightFormat kFormat, int kRows, int kWidth>
+HWY_NOINLINE void FusedPanels(const GemmPlan& plan, int64_t panel, GemmScratch* scratch) {
+  const WeightView& w = plan.w;
+  const int64_t group = SumGroup(w);
+  F32x16 total[kRows][kWidth];
+  ISTHMUS_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    ISTHMUS_UNROLL
+    for (int p = 0; p < kWidth; ++p) total[r][p] = Zero16();
+  }
+  for (int64_t k0 = 0; k0 < w.cols; k0 += kBlockK) {
+    const int64_t kn = std::min(kBlockK, w.cols - k0);
+    const float* x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = plan.x.f32(r) + k0;
+    PanelBlock blocks[kWidth];
+    for (int p = 0; p < kWidth; ++p) blocks[p] = LocateBlock(w, panel + p, k0, kn, p, scratch);
+    for (int64_t begin = 0, g = 0; begin < kn; begin += group, ++g) {
+      F32x16 acc[kRows][kWidth];
+      ISTHMUS_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        ISTHMUS_UNROLL
+        for (int p = 0; p < kWidth; ++p) acc[r][p] = Zero16();
+      }
+      FusedGroup<kFormat, kRows, kWidth>(x, blocks, begin, std::min(begin + group, kn), acc);
+      const int64_t byte = g * ScaleStride(w) * kPanelRows;
+      ISTHMUS_UNROLL
+      for (int p = 0; p < kWidth; ++p) {
+        const F32x16 scale = DecodeScale<kFormat>(blocks[p].scales + byte, w.global_scale);
+        ISTHMUS_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          total[r][p] = MulAdd16(acc[r][p], scale, total[r][p]);
+        }
+      }
+    }
+  }
+  ISTHMUS_UNROLL
+  for (int p = 0; p < kWidth; ++p) {
+    const int64_t first = (panel + p) * kPanelRows;
+    const auto count = static_cast<size_t>(std::min(kPanelRows, w.rows - first));
+    ISTHMUS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      StoreFirst16(total[r][p], plan.out.f32(r) + first, count);
+    }
+  }
+}
+
+template <WeightFormat kFormat, int kRows>
+HWY_INLINE void FusedRows(const GemmPlan& plan, int64_t begin, int64_t end, GemmScratch* scratch) {
+  constexpr int kWidth = kFusedWidth<kRows>;
+  int64_t panel = begin;
+  for (; panel + kWidth <= end; panel += kWidth) {
+    FusedPanels<kFormat, kRows, kWidth>(plan, panel, scratch);
+  }
+  for (; panel < end; ++panel) FusedPanels<kFormat, kRows, 1>(plan, panel, scratch);
+}
+
+template <WeightFormat kFormat>
+void FusedItem(const GemmPlan& plan, int64_t begin, int64_t end, GemmScratch* scratch) {
+  static_assert(kFusedRows == 4);
+  switch (plan.x.rows) {
+    case 1:
+      return FusedRows<kFormat, 1>(plan, begin, end, scratch);
+    case 2:
+      return FusedRows<kFormat, 2>(plan, begin, end, scratch);
+    case 3:
+      return FusedRows<kFormat, 3>(plan, begin, end, scratch);
+    default:
+      return FusedRows<kFormat, 4>(plan, begin, end, scratch);
+  }
+}
+
+// ---- Tiled.
+
+template <WeightFormat kFormat>
+HWY_INLINE void DecodePanel(const WeightView& w, const PanelBlock& block, int64_t kn, float* panel,
+                            float* scales) {
+  if constexpr (kPairs<kFormat>) {
+    for (int64_t k = 0; k < kn; k += 2) {
+      F32x16 low;
+      F32x16 high;
+      DecodeE2m1Pairs16(block.elements + k * 8, &low, &high);
+      Store16(low, panel + k * 16);
+      Store16(high, panel + k * 16 + 16);
+    }
+  } else {
+    for (int64_t k = 0; k < kn; ++k) Store16(DecodeOne<kFormat>(block.elements, k), panel + k * 16);
+  }
+  const int64_t group = SumGroup(w);
+  for (int64_t g = 0; g * group < kn; ++g) {
+    const uint8_t* bytes = block.scales + g * ScaleStride(w) * kPanelRows;
+    Store16(DecodeScale<kFormat>(bytes, w.global_scale), scales + g * kPanelRows);
+  }
+}
+
+// One tile over one block of K: totals[r][p][16] += scale * (x . w).
+template <int kWidth>
+HWY_NOINLINE void MultiplyTile(const float* HWY_RESTRICT x,  // [kn][kTileRows]
+                               const GemmScratch* HWY_RESTRICT decoded, int64_t kn, int64_t group,
+                               float* HWY_RESTRICT totals) {
+  for (int64_t begin = 0, g = 0; begin < kn; begin += group, ++g) {
+    F32x16 acc[kTileRows][kWidth];
+    ISTHMUS_UNROLL
+    for (int r = 0; r < kTileRows; ++r) {
+      ISTHMUS_UNROLL
+      for (int p = 0; p < kWidth; ++p) acc[r][p] = Zero16();
+    }
+    const int64_t end = std::min(begin + group, kn);
+    for (int64_t k = begin; k < end; ++k) {
+      F32x16 weight[kWidth];
+      ISTHMUS_UNROLL
+      for (int p = 0; p < kWidth; ++p) {
+        weight[p] = Load16(decoded->panels[p] + k * kPanelRows);
+      }
+      ISTHMUS_UNROLL
+      for (int r = 0; r < kTileRows; ++r) {
+        const F32x16 factor = Set16(x[k * kTileRows + r]);
+        ISTHMUS_UNROLL
+        for (int p = 0; p < kWidth; ++p) {
+          acc[r][p] = MulAdd16(factor, weight[p], acc[r][p]);
+        }
+      }
+    }
+    ISTHMUS_UNROLL
+    for (int p = 0; p < kWidth; ++p) {
+      const F32x16 scale = Load16(decoded->scales[p] + g * kPanelRows);
+      ISTHMUS_UNROLL
+      for (int r = 0; r < kTileRows; ++r) {
+        float* total = totals + (r * kWidth + p) * kPanelRows;
+        Store16(MulAdd16(acc[r][p], scale, Load16(total)), total);
+      }
+    }
+  }
+}
+
+// Panels [panel, panel + kWidth) of the rows of tiles [first_tile, last_tile).
+template <WeightFormat kFormat, int kWidth>
+HWY_INLINE void TilePanels(const GemmPlan& plan, int64_t first_tile, int64_t last_tile,
+                           int64_t panel, GemmScratch* scratch) {
+  constexpr int64_t kTileFloats = kTileRows * kWidth * kPanelRows;
+  const WeightView& w = plan.w;
+  std::fill_n(scratch->totals, (last_tile - first_tile) * kTileFloats, 0.0f);
+  for (int64_t k0 = 0; k0 < w.cols; k0 += kBlockK) {
+    const int64_t kn = std::min(kBlockK, w.cols - k0);
+    for (int p = 0; p < kWidth; ++p) {
+      const PanelBlock block = LocateBlock(w, panel + p, k0, kn, p, scratch);
+      DecodePanel<kFormat>(w, block, kn, scratch->panels[p], scratch->scales[p]);
+    }
+    for (int64_t t = first_tile; t < last_tile; ++t) {
+      const float* x = plan.packed_x + (t * w.cols + k0) * kTileRows;
+      MultiplyTile<kWidth>(x, scratch, kn, SumGroup(w),
+                           scratch->totals + (t - first_tile) * kTileFloats);
+    }
+  }
+  const int64_t first_row = first_tile * kTileRows;
+  const int64_t last_row = std::min(last_tile * kTileRows, plan.x.rows);
+  for (int64_t row = first_row; row < last_row; ++row) {
+    for (int p = 0; p < kWidth; ++p) {
+      const float* total = scratch->totals + ((row - first_row) * kWidth + p) * kPanelRows;
+      const int64_t column = (panel + p) * kPanelRows;
+      const auto count = static_cast<size_t>(std::min(kPanelRows, w.rows - column));
+      StoreFirst16(Load16(total), plan.out.f32(row) + column, count);
+    }
+  }
+}
+
+template <WeightFormat kFormat>
+void TileItem(const GemmPlan& plan, int64_t row_block, int64_t begin, int64_t end,
+              GemmScratch* scratch) {
+  const int64_t tiles = (plan.x.rows + kTileRows - 1) / kTileRows;
+  const int64_t first_tile = row_block * kTilesPerBlock;
+  const int64_t last_tile = std::min(first_tile + kTilesPerBlock, tiles);
+  int64_t panel = begin;
+  for (; panel + kTileWidth <= end; panel += kTileWidth) {
+    TilePanels<kFormat, kTileWidth>(plan, first_tile, last_tile, panel, scratch);
+  }
+  for (; panel < end; ++panel) {
+    TilePanels<kFormat, 1>(plan, first_tile, last_tile, panel, scratch);
+  }
+}
+
+// ---- What gemm.cc calls.
+
+template <WeightFormat kFormat>
+HWY_INLINE void Item(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
+  const int64_t row_block = item / plan.panel_items;
+  const int64_t begin = item % plan.panel_items * plan.panels_per_item;
+  const int64_t end = std::min(begin + plan.panels_per_item, plan.panels);
+  if (plan.packed_x == nullptr) {
+    FusedItem<kFormat>(plan, begin, end, scratch);
+  } else {
+    TileItem<kFormat>(plan, row_block, begin, end, scratch);
+  }
+}
+
+void GemmItemT(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
+  switch (plan.w.format) {
+    case WeightFormat::kF32:
+      return Item<WeightFormat::kF32>(plan, item, scratch);
+    case WeightFormat::kBf16:
+      return Item<WeightFormat::kBf16>(plan, item, scratch);
+    case WeightFormat::kFp8Block128:
+      return Item<WeightFormat::kFp8Block128>(plan, item, scratch);
+    case WeightFormat::kMxfp4:
+      return Item<WeightFormat::kMxfp4>(plan, item, scratch);
+    case WeightFormat::kNvfp4:
+      return Item<WeightFormat::kNvfp4>(plan, item, scratch);
+  }
+}
+
+int64_t GemmTileRowsT() { return kTileRows; }
+
+// out[k][kTileRows] of tile `tile`; rows beyond the last are zero.
+void PackTileT(const MatrixView& x, int64_t tile, float* out) {
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    const int64_t row = tile * kTileRows + r;
+    if (row >= x.rows) {
+      for (int64_t k = 0; k < x.cols; ++k) out[k * kTileRows + r] = 0.0f;
+      continue;
+    }
+    const float* in = x.f32(row);
+    for (int64_t k = 0; k < x.cols; ++k) out[k * kTileRows + r] = in[k];
+  }
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace isthmus::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // ISTHMUS_KERNELS_CORE_GEMM_INL_H_

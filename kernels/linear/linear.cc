@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/linear/linear.h"
+
+#include <cstdint>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/linear/linear_variants.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+constexpr LinearVariant kVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchLinearCpu},  // linear_cpu.cc: one fixed summation order
+};
+
+absl::Status CheckMatrix(absl::string_view name, const MatrixView& m) {
+  if (m.dtype != DType::kF32) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "linear: ", name, " has type ", static_cast<int>(m.dtype), ", expected f32 (0)"));
+  }
+  if (m.rows < 0 || m.cols < 0 || (m.rows > 1 && m.row_stride < m.cols)) {
+    return absl::InvalidArgumentError(absl::StrCat("linear: ", name, " is [", m.rows, ", ", m.cols,
+                                                   "] with row stride ", m.row_stride));
+  }
+  if (m.data == nullptr && m.rows * m.cols != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("linear: ", name, " [", m.rows, ", ", m.cols, "] has no data"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckWeight(const WeightView& w) {
+  const int64_t group = ScaleGroup(w.format);
+  if (IsFp4(w.format) && w.cols % group != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("linear: fp4 weight has K ", w.cols, ", not a multiple of its group ", group));
+  }
+  if (w.is_mxfp4_cast && (w.format != WeightFormat::kNvfp4 || w.cols % 32 != 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("linear: an MXFP4 cast must be NVFP4 with K a multiple of 32, format is ",
+                     static_cast<int>(w.format), ", K ", w.cols));
+  }
+  if (w.rows * w.cols == 0) return absl::OkStatus();
+  if (w.elements == nullptr || (group != 0 && w.scales == nullptr)) {
+    return absl::InvalidArgumentError(absl::StrCat("linear: weight [", w.rows, ", ", w.cols,
+                                                   "] of format ", static_cast<int>(w.format),
+                                                   " lacks elements or scales"));
+  }
+  return absl::OkStatus();
+}
+
+// The first and last byte of a matrix, for the overlap check.
+bool Overlap(const MatrixView& a, const MatrixView& b) {
+  if (a.rows * a.cols == 0 || b.rows * b.cols == 0) return false;
+  const auto begin = [](const MatrixView& m) { return reinterpret_cast<uintptr_t>(m.data); };
+  const auto end = [&](const MatrixView& m) {
+    return begin(m) + sizeof(float) * static_cast<uint64_t>((m.rows - 1) * m.row_stride + m.cols);
+  };
+  if (begin(a) >= end(b) || begin(b) >= end(a)) return false;
+  // Two column slices of one matrix interleave without sharing an element.
+  if (a.row_stride != b.row_stride || a.row_stride == 0) return true;
+  const int64_t stride = a.row_stride;
+  const auto apart = static_cast<int64_t>((begin(b) - begin(a)) / sizeof(float)) % stride + stride;
+  const int64_t offset = apart % stride;  // Column of b's first element, from a's first.
+  return offset < a.cols || offset + b.cols > stride;
+}
+
+}  // namespace
+
+absl::Status ValidateLinear(const LinearArgs& args) {
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out));
+  ISTHMUS_RETURN_IF_ERROR(CheckWeight(args.weight));
+  if (args.x.cols != args.weight.cols) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("linear: x has K ", args.x.cols, ", weight has K ", args.weight.cols));
+  }
+  if (args.out.rows != args.x.rows || args.out.cols != args.weight.rows) {
+    return absl::InvalidArgumentError(absl::StrCat("linear: out is [", args.out.rows, ", ",
+                                                   args.out.cols, "], expected [", args.x.rows,
+                                                   ", ", args.weight.rows, "]"));
+  }
+  if (Overlap(args.x, args.out)) {
+    return absl::InvalidArgumentError(absl::StrCat("linear: out [", args.out.rows, ", ",
+                                                   args.out.cols, "] overlaps x [", args.x.rows,
+                                                   ", ", args.x.cols, "]"));
+  }
+  return absl::OkStatus();
+}
+
+std::span<const LinearVariant> LinearVariants() { return kVariants; }
+
+absl::Status Linear(const LinearArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateLinear(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant, Choose(LinearVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+}  // namespace isthmus::kernels
