@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/core/math.h"
 #include "kernels/rope/rope_variants.h"
 #include "services/base/status_macros.h"
 
@@ -33,27 +34,10 @@ double PowerOfFraction(double base, double exponent) {
   return product;
 }
 
-// log2(x), x > 0, digit by digit: squaring doubles the logarithm, and its integer part is the next
-// digit. The rounding of square number k is worth 2^-k of itself, so the sum stays below 2^-51.
-double Log2(double x) {
-  int exponent = 0;
-  double mantissa = 2.0 * std::frexp(x, &exponent);  // In [1, 2).
-  double log = exponent - 1;
-  double digit = 0.5;
-  for (int bit = 1; bit <= 54; ++bit, digit *= 0.5) {
-    mantissa *= mantissa;
-    if (mantissa >= 2.0) {
-      mantissa *= 0.5;
-      log += digit;
-    }
-  }
-  return log;
-}
-
 // The pair that turns `rotations` times within the original context (specification 3.3).
 double PairOfRotations(const RopeTableParams& params, double rotations) {
   const double context = static_cast<double>(params.original_positions) / (rotations * kTwoPi);
-  return params.rope_dim * Log2(context) / (2.0 * Log2(params.theta));
+  return params.rope_dim * LogF64(context) / (2.0 * LogF64(params.theta));
 }
 
 absl::Status CheckPositions(const RopeArgs& args) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary position embedding on the last `rope_dim` elements of each head, interleaved pairs:
 //
-//   (x[2i], x[2i+1]) <- (a cos - b sin, a sin + b cos),  angle = f32(position) * frequency[i] in
-//   f32
+//   (x[2i], x[2i+1]) <- (a cos - b sin, a sin + b cos),  angle = position * frequency[i]
 //
 // inverse rotates by -angle (the attention output, at the query's position).
 //
@@ -10,12 +9,14 @@
 //            frequency: [rope_dim / 2].
 // Types      x, frequency: f32. positions: i64, below 2^31.
 // Layout     Rows may be strided.
-// Numerics   Frequencies and angle in f32 as the author's code builds them; sin and cos of that f32
+// Numerics   Frequencies and angle in f32 as the author's code builds them (the position is
+//            converted to f32, then multiplied); sin and cos of that f32
 //            angle with full range reduction (model specification 3.3), rounded to f32; the
 //            rotation in f32. In reference arithmetic the rotated elements are rounded to bf16.
-// Workspace  2 * tokens * rope_dim / 2 floats.
+// Workspace  None: a table of one token, at most 64 pairs, lies on the stack.
 // Phases     Prefill, decode.
-// Errors     InvalidArgument  A shape, type or stride breaks this contract.
+// Errors     InvalidArgument  A shape, type or stride breaks this contract, or a position
+//                             is outside [0, 2^31).
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
 
