@@ -7,7 +7,7 @@
 //   weights[t, i] = a[t, ids[i]] / sum_i a[t, ids[i]] * route_scale
 //
 // Shapes     logits, scores: [tokens, experts]. bias: [experts]. hash_ids: [vocab, k].
-//            token_ids: [tokens]. ids, weights: [tokens, k].
+//            token_ids: [tokens]. ids, weights: [tokens, k]; k at most 64.
 // Types      f32; ids i32; hash_ids i64 as stored.
 // Aliasing   scores may be logits.
 // Numerics   a in f64, rounded to f32. The sum in ascending i, f32; a sum of 0 divides as 1e-20.
