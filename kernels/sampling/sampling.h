@@ -2,13 +2,16 @@
 // Next-token choice from logits.
 //
 //   temperature == 0: arg max, the smaller id among equals (greedy).
-//   otherwise: p = softmax(logits / temperature) in f32; keep the top_k largest (0: all), then the
-//   smallest prefix of them in descending order whose mass reaches top_p; draw by inverse CDF with
-//   one uniform number from (seed, counter). Ties in the order by smaller id.
+//   otherwise: p = softmax(logits / temperature); keep the top_k largest (0: all), then the
+//   smallest prefix of them in descending order whose mass reaches top_p of the whole softmax; draw
+//   by inverse CDF with one uniform number from (seed, counter). Ties in the order by smaller id.
 //
 // Shapes     logits: [vocab]. One row per call; rows are independent.
 // Types      f32 logits, i32 token.
-// Numerics   Sums in order of rank, f64. NaN logits are never chosen; no finite logit is an error.
+// Numerics   Masses are exp((logit - largest) / temperature) in f32, which no temperature can
+//            overflow; their sums f64 in order of rank. Only finite logits can be chosen; none is
+//            an error.
+// Workspace  20 * vocab bytes; none when greedy.
 // Phases     Prefill (the first token), decode.
 // Errors     InvalidArgument  Empty logits, no finite logit, temperature negative or not finite,
 //                             top_p outside (0, 1], top_k negative.

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/sampling/sampling.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <ostream>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/core/workspace.h"
+#include "kernels/sampling/sampling_variants.h"
+#include "kernels/testing/inputs.h"
+
+namespace isthmus::kernels {
+
+void PrintTo(const SamplingVariant& variant, std::ostream* out) {
+  *out << (variant.patch != nullptr ? variant.patch->name : "trusted path") << " of architecture "
+       << variant.arches.begin;
+}
+
+namespace {
+
+using kernels::testing::NormalValues;
+using ::testing::HasSubstr;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+using Operation = absl::StatusOr<int32_t> (*)(const SamplingArgs&, const Exec&);
+
+VectorView View(const std::vector<float>& logits) {
+  return F32Vector(logits.data(), static_cast<int64_t>(logits.size()));
+}
+
+// The token, or -1 after a failure.
+int32_t Token(Operation operation, const std::vector<float>& logits, SamplingArgs args) {
+  args.logits = View(logits);
+  const absl::StatusOr<int32_t> token = operation(args, Exec{});
+  EXPECT_TRUE(token.ok()) << token.status();
+  return token.ok() ? *token : -1;
+}
+
+SamplingArgs Drawn(float temperature, float top_p = 1.0f, int32_t top_k = 0) {
+  return {.logits = {}, .temperature = temperature, .top_p = top_p, .top_k = top_k};
+}
+
+// How often each token is drawn with counters [0, draws).
+std::map<int32_t, int> Histogram(Operation operation, const std::vector<float>& logits,
+                                 SamplingArgs args, int draws) {
+  std::map<int32_t, int> counts;
+  for (int i = 0; i < draws; ++i) {
+    args.counter = static_cast<uint64_t>(i);
+    ++counts[Token(operation, logits, args)];
+  }
+  return counts;
+}
+
+std::set<int32_t> Support(Operation operation, const std::vector<float>& logits,
+                          const SamplingArgs& args) {
+  std::set<int32_t> tokens;
+  for (const auto& [token, count] : Histogram(operation, logits, args, 400)) tokens.insert(token);
+  return tokens;
+}
+
+class SampleTest : public ::testing::TestWithParam<Operation> {};
+
+TEST_P(SampleTest, IsTheLargestWithoutTemperature) {
+  EXPECT_EQ(Token(GetParam(), {0.5f, 3.0f, -1.0f}, Drawn(0.0f)), 1);
+  EXPECT_EQ(Token(GetParam(), {-7.0f}, Drawn(0.0f)), 0);
+}
+
+TEST_P(SampleTest, PrefersTheSmallerIdAmongEquals) {
+  for (const int64_t size : {3, 8, 40}) {
+    std::vector<float> logits(size, -1.0f);
+    logits[1] = logits[size - 1] = 2.0f;
+    EXPECT_EQ(Token(GetParam(), logits, Drawn(0.0f)), 1) << size;
+    EXPECT_EQ(Token(GetParam(), logits, Drawn(1.0f, 1.0f, 1)), 1) << size;
+  }
+}
+
+TEST_P(SampleTest, TakesBothZerosAsEqual) {
+  EXPECT_EQ(Token(GetParam(), {-1.0f, -0.0f, 0.0f}, Drawn(0.0f)), 1);
+  EXPECT_EQ(Token(GetParam(), {-1.0f, -0.0f, 0.0f}, Drawn(1.0f, 1.0f, 1)), 1);
+}
+
+TEST_P(SampleTest, FindsTheLargestWhereverItStands) {
+  for (int32_t place = 0; place < 37; ++place) {
+    std::vector<float> logits(37, 0.25f);
+    logits[place] = 0.5f;
+    EXPECT_EQ(Token(GetParam(), logits, Drawn(0.0f)), place);
+  }
+}
+
+TEST_P(SampleTest, NeverChoosesALogitThatIsNotFinite) {
+  const std::vector<float> logits = {kNan,      kInfinity,  1.0f, kNan, 2.0f, -kInfinity, kNan,
+                                     kInfinity, -kInfinity, kNan, kNan, kNan, kNan};
+  EXPECT_EQ(Token(GetParam(), logits, Drawn(0.0f)), 4);
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f)), (std::set<int32_t>{2, 4}));
+}
+
+TEST_P(SampleTest, RefusesARowWithoutAFiniteLogit) {
+  const std::vector<float> logits = {kNan, kInfinity, -kInfinity};
+  for (const float temperature : {0.0f, 1.0f}) {
+    SamplingArgs args = Drawn(temperature);
+    args.logits = View(logits);
+    const absl::Status status = GetParam()(args, Exec{}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("none of the 3 logits is finite"));
+  }
+}
+
+TEST_P(SampleTest, DrawsEachTokenAsOftenAsItsProbability) {
+  // Probabilities 0.5, 0.3 and 0.2, whatever constant is added to the logits.
+  const std::vector<float> logits = {std::log(3.0f) + 9.0f, std::log(2.0f) + 9.0f,
+                                     std::log(5.0f) + 9.0f};
+  constexpr int kDraws = 20000;
+  std::map<int32_t, int> counts = Histogram(GetParam(), logits, Drawn(1.0f), kDraws);
+  const double expected[] = {0.3, 0.2, 0.5};
+  double chi_square = 0.0;
+  for (int32_t id = 0; id < 3; ++id) {
+    const double mean = expected[id] * kDraws;
+    chi_square += (counts[id] - mean) * (counts[id] - mean) / mean;
+  }
+  EXPECT_LT(chi_square, 13.8);  // Two degrees of freedom: exceeded once in a thousand.
+}
+
+TEST_P(SampleTest, DividesByTheTemperature) {
+  // At temperature 2 the odds of 9 : 1 become 3 : 1.
+  const std::vector<float> logits = {std::log(9.0f), 0.0f};
+  constexpr int kDraws = 20000;
+  std::map<int32_t, int> counts = Histogram(GetParam(), logits, Drawn(2.0f), kDraws);
+  EXPECT_NEAR(counts[0] / double{kDraws}, 0.75, 0.012);  // Four deviations.
+}
+
+TEST_P(SampleTest, KeepsToTheTopK) {
+  const std::vector<float> logits = {0.0f, 0.3f, 0.1f, 0.2f};
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 1.0f, 2)), (std::set<int32_t>{1, 3}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 1.0f, 0)).size(), 4u);
+}
+
+TEST_P(SampleTest, TakesATopKBeyondTheVocabulary) {
+  const std::vector<float> logits = {0.0f, 0.3f, 0.1f};
+  const SamplingArgs all = Drawn(1.0f, 1.0f, 0);
+  const SamplingArgs beyond = Drawn(1.0f, 1.0f, std::numeric_limits<int32_t>::max());
+  EXPECT_EQ(Histogram(GetParam(), logits, all, 300), Histogram(GetParam(), logits, beyond, 300));
+}
+
+TEST_P(SampleTest, KeepsTheSmallestPrefixThatReachesTopP) {
+  // Probabilities 1/2, 1/4, 1/8, 1/8: exact in f32 up to the rounding of the exponential.
+  const float ln2 = 0.6931472f;
+  const std::vector<float> logits = {-2 * ln2, 0.0f, -ln2, -2 * ln2};
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.4f)), (std::set<int32_t>{1}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.6f)), (std::set<int32_t>{1, 2}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.8f)), (std::set<int32_t>{0, 1, 2}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 1.0f)), (std::set<int32_t>{0, 1, 2, 3}));
+}
+
+TEST_P(SampleTest, MeasuresTopPAgainstTheWholeSoftmaxAfterTopK) {
+  // The two kept tokens hold 0.4 and 0.3 of the whole: 0.6 needs both, though 0.4 is already 0.57
+  // of what top_k left.
+  const std::vector<float> logits = {std::log(4.0f), std::log(3.0f), std::log(2.0f), 0.0f};
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.55f, 2)), (std::set<int32_t>{0, 1}));
+}
+
+TEST_P(SampleTest, BecomesGreedyAtTinyTemperaturesAndTinyTopP) {
+  const std::vector<float> logits = {1.0f, 3.0e38f, 2.0f, -3.0e38f};
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1e-30f)), (std::set<int32_t>{1}));
+  EXPECT_EQ(Support(GetParam(), {1.0f, 1.5f}, Drawn(1.0f, 1e-30f)), (std::set<int32_t>{1}));
+}
+
+TEST_P(SampleTest, BecomesUniformAtAHugeTemperature) {
+  std::map<int32_t, int> counts =
+      Histogram(GetParam(), {1.0f, 50.0f, -50.0f, 2.0f}, Drawn(1e30f), 8000);
+  for (int32_t id = 0; id < 4; ++id) EXPECT_NEAR(counts[id] / 8000.0, 0.25, 0.02) << id;
+}
+
+TEST_P(SampleTest, RepeatsFromTheSameSeedAndCounterOnly) {
+  const std::vector<float> logits(64, 0.0f);
+  std::vector<int32_t> first, again, other_seed;
+  for (uint64_t i = 0; i < 100; ++i) {
+    SamplingArgs args = Drawn(1.0f);
+    args.counter = i;
+    args.seed = 7;
+    first.push_back(Token(GetParam(), logits, args));
+    again.push_back(Token(GetParam(), logits, args));
+    args.seed = 8;
+    other_seed.push_back(Token(GetParam(), logits, args));
+  }
+  EXPECT_EQ(first, again);
+  EXPECT_NE(first, other_seed);
+}
+
+std::string OperationName(const ::testing::TestParamInfo<Operation>& param) {
+  return param.param == Sample ? "Sample" : "Definition";
+}
+INSTANTIATE_TEST_SUITE_P(Operation, SampleTest, ::testing::Values(Sample, SampleDefinition),
+                         OperationName);
+
+// ---- The uniform numbers.
+
+// Tokens that were sampled before must be sampled again after an upgrade: these values are fixed.
+TEST(UniformAtTest, IsTheSameEverywhereAndForEver) {
+  EXPECT_EQ(UniformAt(0, 0), 10946269 * 0x1p-24f);
+  EXPECT_EQ(UniformAt(0, 1), 11764387 * 0x1p-24f);
+  EXPECT_EQ(UniformAt(12345, 678), 14207161 * 0x1p-24f);
+}
+
+TEST(UniformAtTest, LiesInTheHalfOpenUnitInterval) {
+  for (uint64_t i = 0; i < 100000; ++i) {
+    const float u = UniformAt(i * 0x9e3779b97f4a7c15u, i);
+    ASSERT_GE(u, 0.0f);
+    ASSERT_LT(u, 1.0f);
+    ASSERT_EQ(u * 0x1p24f, std::floor(u * 0x1p24f));  // 24 bits.
+  }
+}
+
+TEST(UniformAtTest, SpreadsNeighbouringSeedsAndCounters) {
+  for (const bool by_seed : {false, true}) {
+    std::vector<int> bucket(64, 0);
+    double product = 0.0;
+    for (uint64_t i = 0; i < 64000; ++i) {
+      const float u = by_seed ? UniformAt(i, 3) : UniformAt(3, i);
+      const float next = by_seed ? UniformAt(i + 1, 3) : UniformAt(3, i + 1);
+      ++bucket[static_cast<size_t>(u * 64.0f)];
+      product += (u - 0.5) * (next - 0.5);
+    }
+    double chi_square = 0.0;
+    for (const int count : bucket) chi_square += (count - 1000.0) * (count - 1000.0) / 1000.0;
+    EXPECT_LT(chi_square, 103.4);                       // 63 degrees: once in a thousand.
+    EXPECT_NEAR(product / 64000.0 * 12.0, 0.0, 0.016);  // Correlation, four deviations.
+  }
+}
+
+TEST(UniformAtTest, DoesNotRepeatOneStreamUnderAnotherSeed) {
+  std::set<float> zero;
+  for (uint64_t i = 0; i < 1000; ++i) zero.insert(UniformAt(0, i));
+  int shared = 0;
+  for (uint64_t i = 0; i < 1000; ++i) shared += static_cast<int>(zero.count(UniformAt(1, i)));
+  EXPECT_LT(shared, 5);  // By chance 0.06 of a thousand draws among 2^24 values.
+}
+
+// ---- Refusals.
+
+TEST(ValidateSamplingTest, AcceptsWhatTheContractAllows) {
+  EXPECT_TRUE(ValidateSampling(0.0f, 1.0f, 0).ok());
+  EXPECT_TRUE(ValidateSampling(2.0f, 1e-6f, 2147483647).ok());
+}
+
+TEST(ValidateSamplingTest, NamesTheFieldThatIsWrong) {
+  struct Bad {
+    float temperature, top_p;
+    int32_t top_k;
+    const char* reason;
+  };
+  for (const Bad& bad :
+       {Bad{-0.1f, 1.0f, 0, "temperature is -0.1"}, Bad{kNan, 1.0f, 0, "temperature is nan"},
+        Bad{kInfinity, 1.0f, 0, "temperature is inf"}, Bad{1.0f, 0.0f, 0, "top_p is 0"},
+        Bad{1.0f, 1.5f, 0, "top_p is 1.5"}, Bad{1.0f, kNan, 0, "top_p is nan"},
+        Bad{1.0f, -kInfinity, 0, "top_p is -inf"}, Bad{1.0f, 1.0f, -1, "top_k is -1"}}) {
+    const absl::Status status = ValidateSampling(bad.temperature, bad.top_p, bad.top_k);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(bad.reason));
+    const std::vector<float> logits = {1.0f};
+    SamplingArgs args = Drawn(bad.temperature, bad.top_p, bad.top_k);
+    args.logits = View(logits);
+    EXPECT_EQ(Sample(args, Exec{}).status(), status);
+    EXPECT_EQ(SampleDefinition(args, Exec{}).status(), status);
+  }
+}
+
+TEST(SamplingTest, RefusesNoLogitsAndOtherTypes) {
+  EXPECT_EQ(Sample(Drawn(0.0f), Exec{}).status().code(), absl::StatusCode::kInvalidArgument);
+  const std::vector<float> logits = {1.0f};
+  SamplingArgs args = Drawn(0.0f);
+  args.logits = {logits.data(), DType::kBf16, 1};
+  EXPECT_EQ(Sample(args, Exec{}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(SamplingTest, SaysWhenAnArchitectureHasNoVariant) {
+  const std::vector<float> logits = {1.0f};
+  SamplingArgs args = Drawn(0.0f);
+  args.logits = View(logits);
+  EXPECT_EQ(Sample(args, Exec{.arch = 90}).status().code(), absl::StatusCode::kUnimplemented);
+}
+
+// ---- The table against the definition.
+
+// Runs once per table entry: a new variant is tested by being listed.
+class SamplingVariantTest : public ::testing::TestWithParam<SamplingVariant> {};
+
+TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheDefinition) {
+  const SamplingVariant& variant = GetParam();
+  if (variant.arches.begin != kArchCpu) GTEST_SKIP() << "needs sm_" << variant.arches.begin;
+  Workspace workspace;
+  const Exec exec = {.workspace = &workspace};
+  for (const int64_t vocabulary : {1, 7, 1000, 129280}) {
+    std::vector<float> logits = NormalValues(static_cast<uint64_t>(vocabulary), vocabulary, 3.0f);
+    // Ties and holes, as masks and coarse logits make them.
+    for (int64_t id = 0; id < vocabulary; ++id) {
+      if (id % 3 == 0) logits[id] = std::round(logits[id]);
+      if (id % 11 == 5) logits[id] = id % 2 == 0 ? kNan : -kInfinity;
+    }
+    const int draws = vocabulary > 1000 ? 3 : 50;
+    for (const SamplingArgs& base :
+         {Drawn(0.0f), Drawn(1.0f), Drawn(0.6f, 0.95f), Drawn(1.0f, 0.5f), Drawn(1.5f, 1.0f, 40),
+          Drawn(3.0f, 0.3f, 5)}) {
+      SamplingArgs args = base;
+      args.logits = View(logits);
+      args.seed = 99;
+      for (args.counter = 0; args.counter < static_cast<uint64_t>(draws); ++args.counter) {
+        const absl::StatusOr<int32_t> token = variant.launch(args, exec);
+        const absl::StatusOr<int32_t> expected = SampleDefinition(args, Exec{});
+        ASSERT_TRUE(token.ok() && expected.ok());
+        ASSERT_EQ(*token, *expected)
+            << vocabulary << " logits, temperature " << args.temperature << ", top_p " << args.top_p
+            << ", top_k " << args.top_k << ", counter " << args.counter;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, SamplingVariantTest,
+                         ::testing::ValuesIn(SamplingVariants().begin(), SamplingVariants().end()));
+
+}  // namespace
+}  // namespace isthmus::kernels
