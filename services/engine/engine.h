@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine's step: some tokens of some sequences through the forward pass, then one sampled token
+// for every sequence whose known tokens are all in its cache. Used by both kinds of worker and by
+// the tools. Called by one thread; it starts none.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/core/exec.h"
+#include "kernels/core/workspace.h"
+#include "services/engine/sequence.h"
+#include "services/kv/sequence_cache.h"
+#include "services/model/forward.h"
+
+namespace isthmus::engine {
+
+struct EngineOptions {
+  int64_t chunk_tokens = 512;  // Most prompt tokens of one sequence in one step.
+  int32_t eos_token_id = 1;
+};
+
+class Engine {
+ public:
+  // `forward`, `pool` and the threads of `exec` must outlive the engine.
+  Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions& options,
+         const kernels::Exec& exec);
+
+  // A sequence for `prompt`, with an open cache that has room for the prompt and one token.
+  // InvalidArgument names the bad field with its value and limit: an empty prompt, an unknown
+  // token id, a prompt that leaves no room for output, sampling values out of range.
+  // ResourceExhausted: no pages or no state slot.
+  absl::StatusOr<Sequence> Admit(std::string request_id, std::vector<int32_t> prompt,
+                                 const SamplingParams& sampling);
+
+  // The checks of Admit alone: what a router or a decode worker can refuse early.
+  absl::Status Validate(std::span<const int32_t> prompt, const SamplingParams& sampling) const;
+
+  // One step: the next min(chunk_tokens, pending) tokens of every given sequence. A sequence that
+  // is then caught up gets one token appended and may be finished. Finished sequences must not be
+  // given. On an error no sequence has advanced.
+  absl::Status Step(std::span<Sequence* const> sequences);
+
+  const EngineOptions& options() const { return options_; }
+  kv::CachePool& pool() { return *pool_; }
+  model::Forward& forward() { return *forward_; }
+
+ private:
+  absl::Status SampleNext(const kernels::VectorView& logits, Sequence& sequence);
+
+  model::Forward* forward_;
+  kv::CachePool* pool_;
+  const EngineOptions options_;
+  kernels::Workspace workspace_;
+  kernels::Exec exec_;
+  std::vector<float> logits_;  // [sequences of the step, vocab]
+};
+
+}  // namespace isthmus::engine

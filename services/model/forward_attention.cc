@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention half of a layer, in the order of model specification 3.10: latent queries and keys,
+// then the entries that complete in this step, then the choice of entries, then attention. A query
+// may use the entry that it completes itself, so nothing here may be reordered.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/attention/attention.h"
+#include "kernels/compressor/compressor.h"
+#include "kernels/core/formats.h"
+#include "kernels/core/quantise.h"
+#include "kernels/hyper_connection/hyper_connection.h"
+#include "kernels/indexer/indexer.h"
+#include "kernels/linear/linear.h"
+#include "kernels/rms_norm/rms_norm.h"
+#include "kernels/rope/rope.h"
+#include "services/base/status_macros.h"
+#include "services/model/forward_step.h"
+
+namespace isthmus::model {
+
+using kernels::Arithmetic;
+using kernels::MatrixView;
+
+namespace {
+
+// Compressed entries that the longest sequence of the batch has after this step.
+int64_t MaxEntries(const ForwardBatch& batch, int64_t ratio) {
+  int64_t most = 0;
+  for (const kernels::SequenceKv& s : batch.sequences) {
+    most = std::max(most, (s.start_position + s.num_rows) / ratio);
+  }
+  return most;
+}
+
+// The view of ape that the compressor reads; it writes only to g.
+MatrixView Ape(const CompressorWeights& c) {
+  return kernels::F32Matrix(const_cast<float*>(c.ape), c.ratio, c.width);
+}
+
+int64_t CountNewEntries(const ForwardBatch& batch, int64_t ratio) {
+  int64_t sum = 0;
+  for (const kernels::SequenceKv& s : batch.sequences) {
+    sum += kernels::NewEntries(s.start_position, s.start_position + s.num_rows, ratio);
+  }
+  return sum;
+}
+
+}  // namespace
+
+absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const kernels::Workspace::Scope half(step.exec.workspace);
+  const float epsilon = config.rms_norm_eps;
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::HyperConnectionPre({.streams = step.streams,
+                                   .fn = w.hc_attn.fn,
+                                   .scale = w.hc_attn.scale,
+                                   .base = w.hc_attn.base,
+                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
+                                   .epsilon = epsilon,
+                                   .hc_epsilon = config.hc_eps,
+                                   .x = step.x,
+                                   .post = step.post,
+                                   .comb = step.comb,
+                                   .arithmetic = arithmetic_},
+                                  step.exec));
+  step.Emit(layer, "hc_attn_post", step.post);
+  step.Emit(layer, "hc_attn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
+  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.x,
+                                            .weight = w.attn_norm,
+                                            .out = step.x,
+                                            .epsilon = epsilon,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  step.Emit(layer, "attn_in", step.x);
+
+  // wq_a and wkv share their quantised input.
+  MatrixView quantised_x = step.x;
+  if (arithmetic_ == Arithmetic::kReference && kernels::QuantisesInput(w.wq_a.format)) {
+    quantised_x = step.Take(step.rows, config.hidden_size);
+    ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
+  }
+  ISTHMUS_RETURN_IF_ERROR(Queries(layer, quantised_x, step));
+  step.selected = nullptr;
+  step.max_selected = 0;
+  if (w.ratio != 0) ISTHMUS_RETURN_IF_ERROR(Compress(layer, step));
+  if (w.ratio == 4) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
+  ISTHMUS_RETURN_IF_ERROR(Attend(layer, step));
+  step.Emit(layer, "attn_out", step.y);
+  return kernels::HyperConnectionPost({.y = step.y,
+                                       .streams = step.streams,
+                                       .post = step.post,
+                                       .comb = step.comb,
+                                       .out = step.streams,
+                                       .arithmetic = arithmetic_},
+                                      step.exec);
+}
+
+// Specification 3.1 and 3.2: q [rows, heads * head_dim], its latent, and kv [rows, head_dim].
+absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const bool reference = arithmetic_ == Arithmetic::kReference;
+  const float epsilon = config.rms_norm_eps;
+  const int64_t heads = config.num_attention_heads;
+  const int64_t head_dim = config.head_dim;
+  const std::vector<float>& frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
+
+  step.query_latent = step.Take(step.rows, config.q_lora_rank);
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = quantised_x, .weight = w.wq_a, .out = step.query_latent, .round_output = reference},
+      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
+                                            .weight = w.q_norm,
+                                            .out = step.query_latent,
+                                            .epsilon = epsilon,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  step.Emit(layer, "qr", step.query_latent);
+  // From here on only wq_b and the indexer's wq_b read the latent: quantise it once for both.
+  if (reference && kernels::QuantisesInput(w.wq_b.format)) {
+    ISTHMUS_RETURN_IF_ERROR(
+        kernels::QuantiseActivation(step.query_latent, step.query_latent, step.exec));
+  }
+  step.q = step.Take(step.rows, heads * head_dim);
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = step.query_latent, .weight = w.wq_b, .out = step.q, .round_output = reference},
+      step.exec));
+  const MatrixView per_head = kernels::F32Matrix(step.q.f32(0), step.rows * heads, head_dim);
+  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm(
+      {.x = per_head, .weight = {}, .out = per_head, .epsilon = epsilon, .arithmetic = arithmetic_},
+      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.q,
+                                         .head_dim = head_dim,
+                                         .positions = step.positions,
+                                         .frequency = frequency,
+                                         .arithmetic = arithmetic_},
+                                        step.exec));
+  step.Emit(layer, "q", step.q, {step.rows, heads, head_dim});
+
+  step.kv = step.Take(step.rows, head_dim);
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = quantised_x, .weight = w.wkv, .out = step.kv, .round_output = reference}, step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.kv,
+                                            .weight = w.kv_norm,
+                                            .out = step.kv,
+                                            .epsilon = epsilon,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.kv,
+                                         .head_dim = head_dim,
+                                         .positions = step.positions,
+                                         .frequency = frequency,
+                                         .arithmetic = arithmetic_},
+                                        step.exec));
+  if (reference) {
+    for (int64_t t = 0; t < step.rows; ++t) {
+      kernels::RoundTripFp8Row(step.kv.f32(t), head_dim - config.qk_rope_head_dim,
+                               kernels::kKvNopeBlock, step.kv.f32(t));
+    }
+  }
+  step.Emit(layer, "kv", step.kv);
+  return absl::OkStatus();
+}
+
+// Specification 3.7: the main entries that complete in this step.
+absl::Status ModelForward::Compress(int layer, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const CompressorWeights& c = *w.compressor;
+  const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
+  const kernels::CacheKindIndex state = w.ratio == 4 ? kernels::kCsaState : kernels::kHcaState;
+  const int64_t width = (w.ratio == 4 ? 2 : 1) * int64_t{config.head_dim};
+  const MatrixView u = step.Take(step.rows, width);
+  const MatrixView g = step.Take(step.rows, width);
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wkv, .out = u}, step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wgate, .out = g}, step.exec));
+  const int64_t added = CountNewEntries(step.batch, w.ratio);
+  const MatrixView entries = step.has_tap() ? step.Take(added, config.head_dim) : MatrixView{};
+  ISTHMUS_RETURN_IF_ERROR(kernels::Compressor({.u = u,
+                                               .g = g,
+                                               .ape = Ape(c),
+                                               .norm_weight = c.norm,
+                                               .frequency = compressed_frequency_,
+                                               .dim = config.head_dim,
+                                               .rope_dim = config.qk_rope_head_dim,
+                                               .ratio = w.ratio,
+                                               .epsilon = config.rms_norm_eps,
+                                               .sequences = step.batch.sequences,
+                                               .entry_plane = layout_.Plane(kind, layer),
+                                               .entry_kind = kind,
+                                               .state_plane = layout_.Plane(state, layer),
+                                               .entries = static_cast<float*>(entries.data),
+                                               .arithmetic = arithmetic_},
+                                              step.exec));
+  if (step.has_tap() && added > 0) step.Emit(layer, "compressed_kv", entries);
+  return absl::OkStatus();
+}
+
+// Specification 3.8: index keys of the entries, then the entries each query attends to.
+absl::Status ModelForward::Select(int layer, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const IndexerWeights& indexer = *w.indexer;
+  const bool reference = arithmetic_ == Arithmetic::kReference;
+  const int64_t heads = config.index_n_heads;
+  const int64_t dim = config.index_head_dim;
+  const MatrixView u = step.Take(step.rows, 2 * dim);
+  const MatrixView g = step.Take(step.rows, 2 * dim);
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = step.x, .weight = indexer.compressor.wkv, .out = u}, step.exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = step.x, .weight = indexer.compressor.wgate, .out = g}, step.exec));
+  const int64_t added = CountNewEntries(step.batch, w.ratio);
+  const MatrixView keys = step.has_tap() ? step.Take(added, dim) : MatrixView{};
+  const kernels::EntryPlane key_plane = layout_.Plane(kernels::kIndexKey, layer);
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Compressor({.u = u,
+                           .g = g,
+                           .ape = Ape(indexer.compressor),
+                           .norm_weight = indexer.compressor.norm,
+                           .frequency = compressed_frequency_,
+                           .dim = dim,
+                           .rope_dim = config.qk_rope_head_dim,
+                           .ratio = w.ratio,
+                           .epsilon = config.rms_norm_eps,
+                           .is_index_key = true,
+                           .sequences = step.batch.sequences,
+                           .entry_plane = key_plane,
+                           .entry_kind = kernels::kIndexKey,
+                           .state_plane = layout_.Plane(kernels::kIndexState, layer),
+                           .entries = static_cast<float*>(keys.data),
+                           .arithmetic = arithmetic_},
+                          step.exec));
+  if (step.has_tap() && added > 0) step.Emit(layer, "index_keys", keys);
+
+  const int64_t max_entries = MaxEntries(step.batch, w.ratio);
+  if (max_entries == 0) return absl::OkStatus();
+  const MatrixView q = step.Take(step.rows, heads * dim);
+  const MatrixView weights = step.Take(step.rows, heads);
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = step.query_latent, .weight = indexer.wq_b, .out = q, .round_output = reference},
+      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
+                                         .head_dim = dim,
+                                         .positions = step.positions,
+                                         .frequency = compressed_frequency_,
+                                         .arithmetic = arithmetic_},
+                                        step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(q, heads, dim, arithmetic_, step.exec));
+  step.Emit(layer, "index_q", q, {step.rows, heads, dim});
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
+      step.exec));
+  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
+  for (int64_t i = 0; i < step.rows * heads; ++i) {
+    float& value = weights.f32(0)[i];
+    value = reference ? kernels::RoundBf16(value * scale) : value * scale;
+  }
+  step.Emit(layer, "index_weights", weights);
+
+  step.max_selected = std::min<int64_t>(config.index_topk, max_entries);
+  step.selected = step.scope.Take<int32_t>(step.rows * step.max_selected);
+  const MatrixView scores = step.has_tap() ? step.Take(step.rows, max_entries) : MatrixView{};
+  ISTHMUS_RETURN_IF_ERROR(kernels::Indexer({.q = q,
+                                            .w = weights,
+                                            .num_heads = heads,
+                                            .dim = dim,
+                                            .topk = step.max_selected,
+                                            .sequences = step.batch.sequences,
+                                            .key_plane = key_plane,
+                                            .selected = step.selected,
+                                            .scores = static_cast<float*>(scores.data),
+                                            .scores_stride = max_entries,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  if (step.has_tap()) {
+    step.Emit(layer, "index_scores", scores);
+    step.Emit(
+        layer, "topk",
+        {step.selected, kernels::DType::kI32, step.rows, step.max_selected, step.max_selected});
+  }
+  return absl::OkStatus();
+}
+
+// Specification 3.4 to 3.6: attention, inverse rotation, grouped and final output projection.
+absl::Status ModelForward::Attend(int layer, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const bool reference = arithmetic_ == Arithmetic::kReference;
+  const int64_t heads = config.num_attention_heads;
+  const int64_t head_dim = config.head_dim;
+  const kernels::CacheKindIndex kind = w.ratio == 128 ? kernels::kHcaKv : kernels::kCsaKv;
+  const kernels::AttentionArgs args = {
+      .q = step.q,
+      .chunk_kv = step.kv,
+      .out = step.q,
+      .sink = w.attn_sink,
+      .num_heads = heads,
+      .head_dim = head_dim,
+      .rope_dim = config.qk_rope_head_dim,
+      .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim))),
+      .window = config.sliding_window,
+      .ratio = w.ratio,
+      .sequences = step.batch.sequences,
+      .window_plane = layout_.Plane(kernels::kWindow, layer),
+      .entry_plane = w.ratio != 0 ? layout_.Plane(kind, layer) : kernels::EntryPlane{},
+      .entry_kind = kind,
+      .selected = step.selected,
+      .max_selected = step.max_selected,
+      .arithmetic = arithmetic_};
+  ISTHMUS_RETURN_IF_ERROR(kernels::Attention(args, step.exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Rope({.x = step.q,
+                     .head_dim = head_dim,
+                     .positions = step.positions,
+                     .frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_,
+                     .inverse = true,
+                     .arithmetic = arithmetic_},
+                    step.exec));
+  step.Emit(layer, "attn_core", step.q, {step.rows, heads, head_dim});
+
+  const auto groups = static_cast<int64_t>(w.wo_a.size());
+  const int64_t group_inputs = heads * head_dim / groups;
+  const MatrixView z = step.Take(step.rows, groups * config.o_lora_rank);
+  for (int64_t group = 0; group < groups; ++group) {
+    // wo_a reads unquantised bf16, although it is stored in fp8 (specification 2.7).
+    ISTHMUS_RETURN_IF_ERROR(
+        kernels::Linear({.x = step.q.Columns(group * group_inputs, group_inputs),
+                         .weight = w.wo_a[static_cast<size_t>(group)],
+                         .out = z.Columns(group * config.o_lora_rank, config.o_lora_rank),
+                         .round_output = reference},
+                        step.exec));
+  }
+  step.Emit(layer, "attn_z", z);
+  return kernels::Linear({.x = z,
+                          .weight = w.wo_b,
+                          .out = step.y,
+                          .quantise_input = reference && kernels::QuantisesInput(w.wo_b.format),
+                          .round_output = reference},
+                         step.exec);
+}
+
+}  // namespace isthmus::model

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The FFN half of a layer (model specification 2.2, 5): mix in, norm, gate, experts, mix out.
+#include "kernels/experts/experts.h"
+#include "kernels/gate/gate.h"
+#include "kernels/hyper_connection/hyper_connection.h"
+#include "kernels/linear/linear.h"
+#include "kernels/rms_norm/rms_norm.h"
+#include "services/base/status_macros.h"
+#include "services/model/forward_step.h"
+
+namespace isthmus::model {
+
+using kernels::MatrixView;
+
+absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  const kernels::Workspace::Scope half(step.exec.workspace);
+  const float epsilon = config.rms_norm_eps;
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::HyperConnectionPre({.streams = step.streams,
+                                   .fn = w.hc_ffn.fn,
+                                   .scale = w.hc_ffn.scale,
+                                   .base = w.hc_ffn.base,
+                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
+                                   .epsilon = epsilon,
+                                   .hc_epsilon = config.hc_eps,
+                                   .x = step.x,
+                                   .post = step.post,
+                                   .comb = step.comb,
+                                   .arithmetic = arithmetic_},
+                                  step.exec));
+  step.Emit(layer, "hc_ffn_post", step.post);
+  step.Emit(layer, "hc_ffn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
+  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.x,
+                                            .weight = w.ffn_norm,
+                                            .out = step.x,
+                                            .epsilon = epsilon,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  step.Emit(layer, "ffn_in", step.x);
+
+  const int64_t k = config.num_experts_per_tok;
+  const MatrixView scores = step.Take(step.rows, config.n_routed_experts);
+  const MatrixView weights = step.Take(step.rows, k);
+  auto* ids = step.scope.Take<int32_t>(step.rows * k);
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = step.x, .weight = w.gate, .out = scores}, step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Gate({.logits = scores,
+                                         .scores = scores,
+                                         .bias = w.gate_bias,
+                                         .hash_ids = w.hash_ids,
+                                         .token_ids = step.batch.tokens,
+                                         .k = k,
+                                         .route_scale = config.routed_scaling_factor,
+                                         .ids = ids,
+                                         .weights = weights.f32(0)},
+                                        step.exec));
+  step.Emit(layer, "router_scores", scores);
+  step.Emit(layer, "router_ids", {ids, kernels::DType::kI32, step.rows, k, k});
+  step.Emit(layer, "router_weights", weights);
+
+  const float limit = config.swiglu_limit;
+  const MatrixView routed =
+      step.has_tap() ? step.Take(step.rows, config.hidden_size) : MatrixView{};
+  ISTHMUS_RETURN_IF_ERROR(kernels::Experts({.x = step.x,
+                                            .ids = ids,
+                                            .weights = weights.f32(0),
+                                            .k = k,
+                                            .experts = w.experts,
+                                            .shared = &w.shared,
+                                            .limit = limit,
+                                            .shared_limit = limit,
+                                            .out = step.y,
+                                            .routed = routed,
+                                            .arithmetic = arithmetic_},
+                                           step.exec));
+  if (step.has_tap()) step.Emit(layer, "routed_out", routed);
+  step.Emit(layer, "ffn_out", step.y);
+  return kernels::HyperConnectionPost({.y = step.y,
+                                       .streams = step.streams,
+                                       .post = step.post,
+                                       .comb = step.comb,
+                                       .out = step.streams,
+                                       .arithmetic = arithmetic_},
+                                      step.exec);
+}
+
+}  // namespace isthmus::model

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Buffers of one forward pass, shared by the forward_*.cc files only. All matrices are f32 with
+// contiguous rows; those of a half layer live in `half` and are given back after it.
+#pragma once
+
+#include <vector>
+
+#include "kernels/core/workspace.h"
+#include "services/model/forward.h"
+
+namespace isthmus::model {
+
+struct ModelForward::Step {
+  Step(const ForwardBatch& step_batch, const kernels::Exec& step_exec, int64_t hidden)
+      : batch(step_batch),
+        exec(step_exec),
+        scope(step_exec.workspace),
+        rows(static_cast<int64_t>(step_batch.tokens.size())),
+        streams(Take(rows, kStreams * hidden)),
+        x(Take(rows, hidden)),
+        y(Take(rows, hidden)),
+        post(Take(rows, kStreams)),
+        comb(Take(rows, kStreams * kStreams)) {}
+
+  static constexpr int64_t kStreams = 4;
+
+  kernels::MatrixView Take(int64_t num_rows, int64_t cols) {
+    return kernels::F32Matrix(scope.Take<float>(num_rows * cols), num_rows, cols);
+  }
+
+  // Hands a tensor to the tap, if there is one. `shape` defaults to [rows, cols].
+  void Emit(int layer, absl::string_view name, const kernels::MatrixView& m,
+            std::vector<int64_t> shape = {}) const {
+    if (batch.tap == nullptr || !batch.tap->on_tensor) return;
+    if (shape.empty()) shape = {m.rows, m.cols};
+    batch.tap->on_tensor({layer, name, m.dtype, std::move(shape), m.data});
+  }
+
+  bool has_tap() const { return batch.tap != nullptr && batch.tap->on_tensor != nullptr; }
+
+  const ForwardBatch& batch;
+  const kernels::Exec& exec;
+  kernels::Workspace::Scope scope;
+  const int64_t rows;
+  std::vector<int64_t> positions;  // [rows]
+
+  kernels::MatrixView streams;  // [rows, 4 * hidden]
+  kernels::MatrixView x;        // [rows, hidden], input of a half layer
+  kernels::MatrixView y;        // [rows, hidden], its output
+  kernels::MatrixView post;     // [rows, 4]
+  kernels::MatrixView comb;     // [rows, 16]
+
+  // Of the attention half.
+  kernels::MatrixView query_latent;  // [rows, q_lora_rank], quantised when that is asked for
+  kernels::MatrixView q;             // [rows, heads * head_dim]; later the attention output
+  kernels::MatrixView kv;            // [rows, head_dim]
+  int32_t* selected = nullptr;       // [rows, max_selected]
+  int64_t max_selected = 0;
+};
+
+}  // namespace isthmus::model
