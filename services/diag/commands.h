@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// The subcommands of isthmus-diag. Each adds itself to the app; when it was chosen it runs while
+// the command line is parsed and leaves its result in `status`: InvalidArgument and NotFound (bad
+// input) end the program with 2, any other error with 1.
+#pragma once
+
+#include "absl/status/status.h"
+
+namespace CLI {
+class App;
+}
+
+namespace isthmus::diag {
+
+void AddDumpCommand(CLI::App& app, absl::Status& status);
+void AddGenerateCommand(CLI::App& app, absl::Status& status);
+void AddRecallCommand(CLI::App& app, absl::Status& status);
+void AddBenchCommand(CLI::App& app, absl::Status& status);
+
+}  // namespace isthmus::diag

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// A whole engine in this process, for the tools and the tests: weights, forward pass, pools and
+// threads, built in order and owned together.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "services/base/thread_pool.h"
+#include "services/engine/engine.h"
+#include "services/kv/sequence_cache.h"
+#include "services/model/forward.h"
+#include "services/model/weights.h"
+
+namespace isthmus::diag {
+
+struct LocalEngineOptions {
+  std::string checkpoint;  // Directory.
+  kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
+  std::optional<int64_t> index_topk;
+  int64_t chunk_tokens = 512;
+  int64_t max_tokens = 65536;  // Tokens that the cache has room for, of all sequences.
+  int32_t max_sequences = 8;
+  int page_tokens = 256;
+  int threads = 0;  // 0: one per processor, at most 64.
+};
+
+class LocalEngine {
+ public:
+  static absl::StatusOr<std::unique_ptr<LocalEngine>> Create(const LocalEngineOptions& options);
+
+  const model::Weights& weights() const { return *weights_; }
+  model::ModelForward& forward() { return *forward_; }
+  kv::CachePool& pool() { return *pool_; }
+  engine::Engine& engine() { return *engine_; }
+  // Threads and scratch memory of this engine.
+  const kernels::Exec& exec() const { return exec_; }
+
+ private:
+  LocalEngine() = default;
+
+  std::unique_ptr<ThreadPool> threads_;
+  kernels::Workspace workspace_;
+  kernels::Exec exec_;
+  std::unique_ptr<model::Weights> weights_;
+  std::unique_ptr<model::ModelForward> forward_;
+  std::unique_ptr<kv::CachePool> pool_;
+  std::unique_ptr<engine::Engine> engine_;
+};
+
+// "math" or "reference"; InvalidArgument otherwise.
+absl::StatusOr<kernels::Arithmetic> ParseArithmetic(const std::string& name);
+
+}  // namespace isthmus::diag
