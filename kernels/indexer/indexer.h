@@ -8,11 +8,14 @@
 //            dim^-0.5 * heads^-0.5. selected: [rows, topk]. scores: optional [rows, scores_stride],
 //            -infinity where j is not visible.
 // Types      f32; selected i32. Keys in the format of key_plane.
+//            Without `scores`, a row that sees at most topk entries selects them all in ascending
+//            order and computes no score: a selection is a set, only its dump has an order.
 // Layout     `sequences` cut the rows as in attention.h; keys of this chunk are already written.
 // Numerics   Dot products in ascending order of dim, heads in ascending order, f32. In reference
 //            arithmetic the score is rounded to bf16 three times: the dot product, its product with
 //            w, and the sum over heads. NaN scores sort last.
-// Workspace  Per thread: entries * (dim + 1) floats.
+// Workspace  Scores of the rows in work, at most 32 MiB or one row; per thread 64 keys and one row
+//            of 64-bit sort keys.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract; topk < 1.
 //            Unimplemented    No enabled variant supports this architecture.
@@ -51,7 +54,7 @@ absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Ari
                         const Exec& exec);
 
 // Natural-order Walsh-Hadamard transform of x[n] times n^-0.5, in place; n a power of two. f32,
-// butterflies in ascending stride.
+// butterflies in ascending stride: the bits of HadamardButterflies (kernels/core/hadamard.h).
 void Hadamard(float* x, int64_t n);
 
 }  // namespace isthmus::kernels

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Validation and the variant table of the indexer.
+#include "kernels/indexer/indexer.h"
+
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/core/choose.h"
+#include "kernels/core/formats.h"
+#include "kernels/core/quantise.h"
+#include "kernels/core/sequence_check.h"
+#include "kernels/indexer/indexer_variants.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+constexpr IndexerVariant kVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchIndexerCpu},
+};
+
+absl::Status ValidateShapes(const IndexerArgs& args) {
+  if (args.num_heads < 1 || args.dim < 1 || args.dim % kIndexKeyBlock != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("indexer: num_heads ", args.num_heads, ", dim ",
+                                                   args.dim, "; dim must be a multiple of ",
+                                                   kIndexKeyBlock));
+  }
+  if (args.topk < 1 || args.selected == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("indexer: topk is ", args.topk,
+                                                   ", must be positive, with `selected` ",
+                                                   args.selected == nullptr ? "null" : "set"));
+  }
+  const int64_t rows = args.q.rows;
+  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("indexer: q", args.q, rows, args.num_heads * args.dim));
+  return CheckF32Matrix("indexer: w", args.w, rows, args.num_heads);
+}
+
+absl::Status ValidatePlane(const IndexerArgs& args) {
+  int64_t bytes = 0;
+  if (args.key_plane.format == EntryFormat::kKeyFp4) bytes = args.dim / 2;
+  if (args.key_plane.format == EntryFormat::kKeyF32) bytes = 4 * args.dim;
+  if (bytes != 0 && args.key_plane.data_bytes == bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("indexer: key_plane has format ", static_cast<int>(args.key_plane.format),
+                   " with ", args.key_plane.data_bytes, " bytes per key, dim is ", args.dim));
+}
+
+}  // namespace
+
+absl::Status ValidateIndexer(const IndexerArgs& args) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateShapes(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidatePlane(args));
+  ISTHMUS_RETURN_IF_ERROR(CheckSequences("indexer", args.sequences, args.q.rows));
+  for (const SequenceKv& seq : args.sequences) {
+    if (seq.num_rows == 0) continue;
+    const int64_t visible = VisibleKeys(seq.start_position + seq.num_rows - 1);
+    ISTHMUS_RETURN_IF_ERROR(CheckPages("indexer", seq, kIndexKey, args.key_plane, visible));
+    if (args.scores != nullptr && args.scores_stride < visible) {
+      return absl::InvalidArgumentError(absl::StrCat("indexer: scores_stride is ",
+                                                     args.scores_stride, ", the sequence at row ",
+                                                     seq.first_row, " has ", visible, " entries"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::span<const IndexerVariant> IndexerVariants() { return kVariants; }
+
+absl::Status Indexer(const IndexerArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateIndexer(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const IndexerVariant* variant, Choose(IndexerVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Arithmetic arithmetic,
+                        const Exec& exec) {
+  if (num_heads < 1 || dim < 1 || !std::has_single_bit(static_cast<uint64_t>(dim))) {
+    return absl::InvalidArgumentError(absl::StrCat("index_query: num_heads ", num_heads, ", dim ",
+                                                   dim, "; dim must be a power of two"));
+  }
+  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("index_query: q", q, q.rows, num_heads * dim));
+  if (arithmetic == Arithmetic::kMath) return absl::OkStatus();
+  ParallelFor(exec, q.rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t h = 0; h < num_heads; ++h) {
+        float* x = q.f32(row) + h * dim;
+        Hadamard(x, dim);
+        RoundBf16Row(x, dim, x);
+        RoundTripFp4Row(x, dim, x);
+      }
+    }
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace isthmus::kernels

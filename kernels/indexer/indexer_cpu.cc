@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The trusted CPU path of the indexer. Work is cut into items of up to kRowsPerItem rows of one
+// sequence, and items into tasks of kKeysPerBlock keys. A task decodes its keys once, transposed,
+// so that a register holds one channel of sixteen keys, and scores all rows of the item with them:
+// a small matrix product per head, in the order of sums of indexer.h. Selection follows, row by
+// row.
+//
+// Letters: h head, d channel, j key.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/core/hadamard.h"
+#include "kernels/core/quantise.h"
+#include "kernels/core/workspace.h"
+#include "kernels/indexer/indexer_variants.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/indexer/indexer_cpu.cc"
+#include <hwy/foreach_target.h>
+#include "kernels/core/simd-inl.h"
+// clang-format on
+
+#ifndef ISTHMUS_INDEXER_SCORE_TASK_
+#define ISTHMUS_INDEXER_SCORE_TASK_
+namespace isthmus::kernels {
+
+inline constexpr int64_t kKeysPerBlock = 64;
+
+// One row with one block of keys.
+struct ScoreTask {
+  const float* q = nullptr;     // [num_heads][dim]
+  const float* w = nullptr;     // [num_heads]
+  const float* keys = nullptr;  // [dim][kKeysPerBlock]
+  int64_t num_heads = 0;
+  int64_t dim = 0;
+  bool is_reference = false;
+  float* scores = nullptr;  // [kKeysPerBlock]
+};
+
+}  // namespace isthmus::kernels
+#endif  // ISTHMUS_INDEXER_SCORE_TASK_
+
+HWY_BEFORE_NAMESPACE();
+namespace isthmus::kernels {
+namespace HWY_NAMESPACE {
+
+// Adds kHeads heads, from `h`, to the scores of kVectors registers of keys from `j`.
+template <int kHeads, int kVectors>
+HWY_INLINE void ScoreTile(const ScoreTask& task, int64_t h, int64_t j) {
+  const DF d;
+  const VF zero = hn::Zero(d);
+  VF dot[kHeads][kVectors];
+  const float* q = task.q + h * task.dim;
+#pragma GCC unroll 8
+  for (int i = 0; i < kHeads; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) dot[i][v] = zero;
+  }
+  const float* keys = task.keys + j;
+  for (int64_t c = 0; c < task.dim; ++c, keys += kKeysPerBlock) {
+    VF key[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) key[v] = hn::LoadU(d, keys + v * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kHeads; ++i) {
+      const VF x = hn::Set(d, q[i * task.dim + c]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) dot[i][v] = hn::MulAdd(x, key[v], dot[i][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    float* out = task.scores + j + v * kLanes;
+    VF score = h == 0 ? zero : hn::LoadU(d, out);
+#pragma GCC unroll 8
+    for (int i = 0; i < kHeads; ++i) {
+      const VF w = hn::Set(d, task.w[h + i]);
+      VF x = task.is_reference ? RoundBf16V(dot[i][v]) : dot[i][v];
+      x = hn::Mul(hn::IfThenZeroElse(hn::Lt(x, zero), x), w);  // A NaN stays one.
+      score = hn::Add(score, task.is_reference ? RoundBf16V(x) : x);
+    }
+    hn::StoreU(score, d, out);
+  }
+}
+
+void ScoreBlock(const ScoreTask& task) {
+  constexpr int kHeads = kParts == 1 ? 4 : 2;  // 16 sums fill AVX-512's registers; AVX2 has half.
+  constexpr int kVectors = 4;
+  for (int64_t j = 0; j < kKeysPerBlock; j += kVectors * static_cast<int64_t>(kLanes)) {
+    int64_t h = 0;
+    for (; h + kHeads <= task.num_heads; h += kHeads) ScoreTile<kHeads, kVectors>(task, h, j);
+    for (; h < task.num_heads; ++h) ScoreTile<1, kVectors>(task, h, j);
+  }
+  if (!task.is_reference) return;
+  MapRow16([](VF x) HWY_ATTR { return RoundBf16V(x); }, task.scores, kKeysPerBlock, task.scores);
+}
+
+// The butterflies of strides below a register's width, then the rest between registers.
+void HadamardT(float* x, int64_t n) {
+  const DF d;
+  const hn::Repartition<double, DF> pairs;
+  const int64_t lanes = kLanes;
+  for (int64_t k = 0; k < n; k += lanes) {
+    VF v = hn::LoadU(d, x + k);
+    VF s = hn::Reverse2(d, v);
+    v = hn::OddEven(hn::Sub(s, v), hn::Add(v, s));
+    s = hn::Shuffle1032(v);
+    v = hn::BitCast(
+        d, hn::OddEven(hn::BitCast(pairs, hn::Sub(s, v)), hn::BitCast(pairs, hn::Add(v, s))));
+    s = hn::SwapAdjacentBlocks(v);
+    v = hn::OddEvenBlocks(hn::Sub(s, v), hn::Add(v, s));
+    if constexpr (kLanes == 16) {
+      s = hn::ConcatLowerUpper(d, v, v);
+      v = hn::ConcatUpperLower(d, hn::Sub(s, v), hn::Add(v, s));
+    }
+    hn::StoreU(v, d, x + k);
+  }
+  for (int64_t stride = lanes; stride < n; stride *= 2) {
+    for (int64_t i = 0; i < n; i += 2 * stride) {
+      for (int64_t j = i; j < i + stride; j += lanes) {
+        const VF a = hn::LoadU(d, x + j);
+        const VF b = hn::LoadU(d, x + j + stride);
+        hn::StoreU(hn::Add(a, b), d, x + j);
+        hn::StoreU(hn::Sub(a, b), d, x + j + stride);
+      }
+    }
+  }
+  const VF factor = hn::Set(d, 1.0f / std::sqrt(static_cast<float>(n)));
+  for (int64_t k = 0; k < n; k += lanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + k), factor), d, x + k);
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace isthmus::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace isthmus::kernels {
+namespace {
+
+HWY_EXPORT(ScoreBlock);
+HWY_EXPORT(HadamardT);
+
+constexpr int64_t kRowsPerItem = 64;
+constexpr int64_t kMaxScoreFloats = int64_t{8} << 20;  // Of the rows in work, if more than one.
+
+// Up to kRowsPerItem rows of one sequence.
+struct Item {
+  const SequenceKv* sequence = nullptr;
+  int64_t first_row = 0;
+  int64_t num_rows = 0;
+  int64_t num_keys = 0;        // Visible to the last row; 0 when no row needs scores.
+  int64_t stride = 0;          // Of its scores, num_keys rounded up to whole blocks.
+  int64_t offset = 0;          // Of its scores in the buffer.
+  int64_t first_task = 0;      // Tasks of earlier items in the same pass.
+  int64_t first_item_row = 0;  // Rows of earlier items in the same pass.
+
+  int64_t visible(int64_t row) const {
+    return VisibleKeys(sequence->start_position + row - sequence->first_row);
+  }
+};
+
+bool NeedsScores(const IndexerArgs& args, int64_t visible) {
+  return visible > 0 && (args.scores != nullptr || visible > args.topk);
+}
+
+// All items of the batch, in order of rows; returns their number. Null `out` only counts.
+int64_t MakeItems(const IndexerArgs& args, Item* out) {
+  int64_t count = 0;
+  for (const SequenceKv& seq : args.sequences) {
+    int64_t row = seq.first_row;
+    const int64_t end = seq.first_row + seq.num_rows;
+    while (row < end) {
+      const int64_t last_visible = VisibleKeys(seq.start_position + end - 1 - seq.first_row);
+      const int64_t fits = std::max<int64_t>(1, kMaxScoreFloats / (last_visible + kKeysPerBlock));
+      const int64_t rows = std::min({end - row, kRowsPerItem, fits});
+      if (out != nullptr) {
+        Item& item = out[count];
+        item = Item{.sequence = &seq, .first_row = row, .num_rows = rows};
+        const int64_t visible = item.visible(row + rows - 1);
+        if (NeedsScores(args, visible)) item.num_keys = visible;
+        item.stride = (item.num_keys + kKeysPerBlock - 1) / kKeysPerBlock * kKeysPerBlock;
+      }
+      ++count;
+      row += rows;
+    }
+  }
+  return count;
+}
+
+// Lays out items [begin, end) of one pass, as many as the buffer takes; returns `end`.
+int64_t PlanPass(Item* items, int64_t begin, int64_t count) {
+  int64_t floats = 0;
+  int64_t tasks = 0;
+  int64_t rows = 0;
+  int64_t i = begin;
+  for (; i < count; ++i) {
+    const int64_t more = items[i].num_rows * items[i].stride;
+    if (i > begin && floats + more > kMaxScoreFloats) break;
+    items[i].offset = floats;
+    items[i].first_task = tasks;
+    items[i].first_item_row = rows;
+    floats += more;
+    tasks += items[i].stride / kKeysPerBlock;
+    rows += items[i].num_rows;
+  }
+  return i;
+}
+
+// The item that a task or a row of the pass belongs to.
+template <typename Field>
+const Item& FindItem(const Item* begin, const Item* end, int64_t index, Field first) {
+  const Item* after = std::upper_bound(
+      begin, end, index, [&](int64_t value, const Item& item) { return value < item.*first; });
+  return *(after - 1);
+}
+
+// Decodes keys [first, first + kKeysPerBlock) into columns; columns beyond `num_keys` are zero.
+void TransposeKeys(const IndexerArgs& args, const SequenceKv& seq, int64_t first, int64_t num_keys,
+                   float* row, float* keys) {
+  const PagedEntries paged = {seq.pages[kIndexKey], args.key_plane};
+  const int64_t count = std::min(kKeysPerBlock, num_keys - first);
+  for (int64_t j = 0; j < count; ++j) {
+    const float* key = row;
+    if (args.key_plane.format == EntryFormat::kKeyF32) {
+      key = reinterpret_cast<const float*>(paged.data(first + j));
+    } else {
+      DecodeIndexKey(paged.data(first + j), paged.scale(first + j), static_cast<int>(args.dim),
+                     row);
+    }
+    for (int64_t d = 0; d < args.dim; ++d) keys[d * kKeysPerBlock + j] = key[d];
+  }
+  for (int64_t j = count; j < kKeysPerBlock; ++j) {
+    for (int64_t d = 0; d < args.dim; ++d) keys[d * kKeysPerBlock + j] = 0.0f;
+  }
+}
+
+void ScoreItem(const IndexerArgs& args, const Item& item, int64_t block, float* row_scratch,
+               float* keys, float* scores) {
+  const int64_t first = block * kKeysPerBlock;
+  TransposeKeys(args, *item.sequence, first, item.num_keys, row_scratch, keys);
+  for (int64_t i = 0; i < item.num_rows; ++i) {
+    const int64_t row = item.first_row + i;
+    const int64_t visible = item.visible(row);
+    if (visible <= first || !NeedsScores(args, visible)) continue;
+    const ScoreTask task = {.q = args.q.f32(row),
+                            .w = args.w.f32(row),
+                            .keys = keys,
+                            .num_heads = args.num_heads,
+                            .dim = args.dim,
+                            .is_reference = args.arithmetic == Arithmetic::kReference,
+                            .scores = scores + item.offset + i * item.stride + first};
+    HWY_DYNAMIC_DISPATCH(ScoreBlock)(task);
+  }
+}
+
+void SelectRow(const IndexerArgs& args, const Item& item, int64_t row, const float* scores,
+               uint64_t* keys) {
+  const int64_t visible = item.visible(row);
+  int32_t* selected = args.selected + row * args.topk;
+  if (NeedsScores(args, visible)) {
+    SelectTopK(scores, visible, args.topk, keys, selected);
+  } else {
+    for (int64_t k = 0; k < args.topk; ++k) {
+      selected[k] = k < visible ? static_cast<int32_t>(k) : -1;
+    }
+  }
+  if (args.scores == nullptr) return;
+  float* out = args.scores + row * args.scores_stride;
+  std::copy(scores, scores + visible, out);
+  std::fill(out + visible, out + args.scores_stride, -std::numeric_limits<float>::infinity());
+}
+
+}  // namespace
+
+absl::Status LaunchIndexerCpu(const IndexerArgs& args, const Exec& exec) {
+  if (args.q.rows == 0) return absl::OkStatus();
+  Workspace::Scope scope(exec.workspace);
+  const int64_t count = MakeItems(args, nullptr);
+  auto* items = scope.Take<Item>(count);
+  MakeItems(args, items);
+  int64_t max_keys = 1;
+  int64_t max_floats = 1;
+  for (int64_t begin = 0; begin < count;) {
+    const int64_t end = PlanPass(items, begin, count);
+    const Item& last = items[end - 1];
+    max_floats = std::max(max_floats, last.offset + last.num_rows * last.stride);
+    for (int64_t i = begin; i < end; ++i) max_keys = std::max(max_keys, items[i].num_keys);
+    begin = end;
+  }
+  const int threads = NumThreads(exec);
+  const int64_t block_floats = args.dim * kKeysPerBlock;
+  auto* scores = scope.Take<float>(max_floats);
+  auto* blocks = scope.Take<float>(threads * (block_floats + args.dim));
+  auto* sort_keys = scope.Take<uint64_t>(threads * max_keys);
+
+  for (int64_t first = 0; first < count;) {
+    const int64_t next = PlanPass(items, first, count);
+    const Item* begin = items + first;
+    const Item* end = items + next;
+    const Item& last = items[next - 1];
+    const int64_t tasks = last.first_task + last.stride / kKeysPerBlock;
+    ParallelFor(exec, tasks, 1, [&](int64_t task, int64_t stop, int thread) {
+      float* keys = blocks + thread * (block_floats + args.dim);
+      for (; task < stop; ++task) {
+        const Item& item = FindItem(begin, end, task, &Item::first_task);
+        ScoreItem(args, item, task - item.first_task, keys + block_floats, keys, scores);
+      }
+    });
+    ParallelFor(
+        exec, last.first_item_row + last.num_rows, 1, [&](int64_t row, int64_t stop, int thread) {
+          for (; row < stop; ++row) {
+            const Item& item = FindItem(begin, end, row, &Item::first_item_row);
+            const int64_t i = row - item.first_item_row;
+            SelectRow(args, item, item.first_row + i, scores + item.offset + i * item.stride,
+                      sort_keys + thread * max_keys);
+          }
+        });
+    first = next;
+  }
+  return absl::OkStatus();
+}
+
+void Hadamard(float* x, int64_t n) {
+  if (n % 16 == 0) {
+    HWY_DYNAMIC_DISPATCH(HadamardT)(x, n);
+    return;
+  }
+  HadamardButterflies(x, n);
+  const float factor = 1.0f / std::sqrt(static_cast<float>(n));
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+}  // namespace isthmus::kernels
+#endif  // HWY_ONCE
