@@ -17,8 +17,12 @@ void Transpose(const uint8_t* in, int64_t row_units, int64_t rows, int64_t first
       for (int64_t u = 0; u < count; ++u) panel[u * kPanelRows + i] = Unit{};
       continue;
     }
-    const Unit* row = reinterpret_cast<const Unit*>(in) + i * row_units + first;
-    for (int64_t u = 0; u < count; ++u) panel[u * kPanelRows + i] = row[u];
+    // Stored rows need not be aligned to their units.
+    const uint8_t* row = in + (i * row_units + first) * static_cast<int64_t>(sizeof(Unit));
+    for (int64_t u = 0; u < count; ++u) {
+      std::memcpy(&panel[u * kPanelRows + i], row + static_cast<size_t>(u) * sizeof(Unit),
+                  sizeof(Unit));
+    }
   }
 }
 
@@ -63,9 +67,15 @@ const uint8_t* Elements(const WeightView& w, int64_t panel, int64_t k0, int64_t 
 // Lanes of one panel may lie in two fp8 scale blocks when the view starts inside one.
 void Fp8Scales(const WeightView& w, int64_t panel, int64_t k0, uint8_t* out) {
   const int64_t blocks = (w.cols + 127) / 128;
+  const int64_t first = w.first_row + panel * kPanelRows;
+  const int64_t last = w.first_row + std::min((panel + 1) * kPanelRows, w.rows) - 1;
+  const uint8_t* column = w.scales + k0 / 128;
+  if (first / 128 == last / 128) {
+    std::memset(out, column[first / 128 * blocks], kPanelRows);
+    return;
+  }
   for (int64_t i = 0; i < kPanelRows; ++i) {
-    const int64_t row = w.first_row + std::min(panel * kPanelRows + i, w.rows - 1);
-    out[i] = w.scales[row / 128 * blocks + k0 / 128];
+    out[i] = column[std::min(first + i, last) / 128 * blocks];
   }
 }
 

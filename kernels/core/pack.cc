@@ -8,15 +8,18 @@ namespace isthmus::kernels {
 namespace {
 
 // out[panel][unit][16] = in[panel * 16 + i][unit] for units of a few bytes; rows beyond `rows` are
-// zero.
+// zero. The input is a file mapped into memory and need not be aligned to its units.
 template <typename Unit>
-void PackUnits(const Unit* in, int64_t rows, int64_t units, Unit* out) {
+void PackUnits(const void* in, int64_t rows, int64_t units, Unit* out) {
+  constexpr auto kUnitBytes = static_cast<int64_t>(sizeof(Unit));
   for (int64_t first = 0; first < rows; first += kPanelRows) {
     const int64_t count = std::min(kPanelRows, rows - first);
     Unit* panel = out + first * units;
     for (int64_t i = 0; i < count; ++i) {
-      const Unit* row = in + (first + i) * units;
-      for (int64_t u = 0; u < units; ++u) panel[u * kPanelRows + i] = row[u];
+      const auto* row = static_cast<const uint8_t*>(in) + (first + i) * units * kUnitBytes;
+      for (int64_t u = 0; u < units; ++u) {
+        std::memcpy(&panel[u * kPanelRows + i], row + u * kUnitBytes, sizeof(Unit));
+      }
     }
     for (int64_t i = count; i < kPanelRows; ++i) {
       for (int64_t u = 0; u < units; ++u) panel[u * kPanelRows + i] = Unit{};
@@ -55,21 +58,17 @@ WeightView PackWeight(const WeightView& row_major, std::byte* elements_out, uint
   packed.elements = elements_out;
   switch (w.format) {
     case WeightFormat::kF32:
-      PackUnits(static_cast<const uint32_t*>(w.elements), w.rows, w.cols,
-                reinterpret_cast<uint32_t*>(elements_out));
+      PackUnits(w.elements, w.rows, w.cols, reinterpret_cast<uint32_t*>(elements_out));
       break;
     case WeightFormat::kBf16:
-      PackUnits(static_cast<const uint16_t*>(w.elements), w.rows, w.cols,
-                reinterpret_cast<uint16_t*>(elements_out));
+      PackUnits(w.elements, w.rows, w.cols, reinterpret_cast<uint16_t*>(elements_out));
       break;
     case WeightFormat::kFp8Block128:
-      PackUnits(static_cast<const uint8_t*>(w.elements), w.rows, w.cols,
-                reinterpret_cast<uint8_t*>(elements_out));
+      PackUnits(w.elements, w.rows, w.cols, reinterpret_cast<uint8_t*>(elements_out));
       break;
     default:
       ISTHMUS_CHECK(w.cols % ScaleGroup(w.format) == 0);
-      PackUnits(static_cast<const uint8_t*>(w.elements), w.rows, w.cols / 2,
-                reinterpret_cast<uint8_t*>(elements_out));
+      PackUnits(w.elements, w.rows, w.cols / 2, reinterpret_cast<uint8_t*>(elements_out));
       PackUnits(w.scales, w.rows, w.cols / ScaleGroup(w.format), scales_out);
       packed.scales = scales_out;
   }

@@ -15,9 +15,11 @@
 // Numerics   q and round as in linear.h (reference arithmetic: fp8 and fp4 weights quantise their
 //            input; results are bf16), nothing in math. The clamp acts on real values. limit <= 0
 //            means no clamp. silu in f32.
-// Workspace  tokens * k * (hidden + 2 * intermediate) floats.
+// Workspace  tokens * (k + 1) * (hidden + 2 * intermediate) + tokens * hidden floats.
 // Phases     Prefill, decode.
-// Errors     InvalidArgument  A shape breaks this contract or an id is outside [0, experts).
+// Errors     InvalidArgument  A shape breaks this contract, an id is outside [0, experts), or a
+// token
+//                             names an expert twice.
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
 

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/experts/experts.h"
+
+#include "absl/strings/str_cat.h"
+#include "kernels/experts/experts_variants.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+// Fastest first within an architecture; each architecture ends in its trusted path.
+constexpr ExpertsVariant kVariants[] = {
+    {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels
+};
+
+absl::Status CheckWeight(absl::string_view name, const WeightView& w, int64_t rows, int64_t cols) {
+  if (w.rows != rows || w.cols != cols) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", name, " is [", w.rows, ", ", w.cols,
+                                                   "], expected [", rows, ", ", cols, "]"));
+  }
+  const int64_t group = ScaleGroup(w.format);
+  if (IsFp4(w.format) && cols % (w.is_mxfp4_cast ? 32 : group) != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", name, " is fp4 with K ", cols,
+                                                   ", not a multiple of its group ", group));
+  }
+  if (w.elements == nullptr || (group != 0 && w.scales == nullptr)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: ", name, " [", rows, ", ", cols, "] lacks elements or scales"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckExpert(absl::string_view name, const ExpertWeights& e, int64_t hidden) {
+  const int64_t intermediate = e.w1.rows;
+  ISTHMUS_RETURN_IF_ERROR(CheckWeight(absl::StrCat(name, " w1"), e.w1, intermediate, hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckWeight(absl::StrCat(name, " w3"), e.w3, intermediate, hidden));
+  if (QuantisesInput(e.w1.format) != QuantisesInput(e.w3.format)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: ", name, " w1 has format ", static_cast<int>(e.w1.format),
+                     ", w3 has ", static_cast<int>(e.w3.format), "; only one quantises its input"));
+  }
+  return CheckWeight(absl::StrCat(name, " w2"), e.w2, hidden, intermediate);
+}
+
+absl::Status CheckMatrix(absl::string_view name, const MatrixView& m, const MatrixView& x) {
+  if (m.dtype != DType::kF32) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "experts: ", name, " has type ", static_cast<int>(m.dtype), ", expected f32 (0)"));
+  }
+  if (m.rows != x.rows || m.cols != x.cols || (m.rows > 1 && m.row_stride < m.cols)) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", name, " is [", m.rows, ", ", m.cols,
+                                                   "] with row stride ", m.row_stride, ", x is [",
+                                                   x.rows, ", ", x.cols, "]"));
+  }
+  return absl::OkStatus();
+}
+
+// Ids in range and distinct per token, and every named expert of the right shape.
+absl::Status CheckIds(const ExpertsArgs& args) {
+  const auto num_experts = static_cast<int64_t>(args.experts.size());
+  for (int64_t t = 0; t < args.x.rows; ++t) {
+    const int32_t* ids = args.ids + t * args.k;
+    for (int64_t j = 0; j < args.k; ++j) {
+      if (ids[j] < 0 || ids[j] >= num_experts) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("experts: token ", t, " names expert ", ids[j], " of ", num_experts));
+      }
+      for (int64_t i = 0; i < j; ++i) {
+        if (ids[i] != ids[j]) continue;
+        return absl::InvalidArgumentError(absl::StrCat("experts: token ", t, " names expert ",
+                                                       ids[j], " as choice ", i, " and ", j));
+      }
+      const ExpertWeights& expert = args.experts[static_cast<size_t>(ids[j])];
+      ISTHMUS_RETURN_IF_ERROR(CheckExpert("an expert's", expert, args.x.cols));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ValidateExperts(const ExpertsArgs& args) {
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x, args.x));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, args.x));
+  if (args.routed.data != nullptr) {
+    ISTHMUS_RETURN_IF_ERROR(CheckMatrix("routed", args.routed, args.x));
+  }
+  if (args.k < 0 || args.k > static_cast<int64_t>(args.experts.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: k is ", args.k, " of ", args.experts.size(), " experts"));
+  }
+  if (args.x.rows * args.k != 0 && (args.ids == nullptr || args.weights == nullptr)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: k is ", args.k, " without ids or weights"));
+  }
+  if (args.shared != nullptr) {
+    ISTHMUS_RETURN_IF_ERROR(CheckExpert("shared", *args.shared, args.x.cols));
+  }
+  return CheckIds(args);
+}
+
+std::span<const ExpertsVariant> ExpertsVariants() { return kVariants; }
+
+absl::Status Experts(const ExpertsArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateExperts(args));
+  ISTHMUS_ASSIGN_OR_RETURN(const ExpertsVariant* variant, Choose(ExpertsVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+}  // namespace isthmus::kernels
