@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/rpc/server.h"
 
+#include <grpc/support/log.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
@@ -14,6 +15,14 @@
 #include "services/rpc/channel.h"
 
 namespace isthmus::rpc {
+
+void RouteGrpcLog() {
+  gpr_set_log_verbosity(GPR_LOG_SEVERITY_INFO);
+  gpr_set_log_function([](gpr_log_func_args* record) {
+    // gRPC calls an error what is one connection's trouble; whoever met it reports a status too.
+    if (record->severity == GPR_LOG_SEVERITY_ERROR) LogWarning(record->message, {{"from", "grpc"}});
+  });
+}
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
     const ServerOptions& options, const std::vector<grpc::Service*>& services) {

@@ -25,6 +25,9 @@ struct ServerOptions {
   int max_threads = 64;
 };
 
+// Sends what gRPC itself logs through our log, from warnings up. Called first thing in main.
+void RouteGrpcLog();
+
 class RpcServer {
  public:
   // Listens and serves at once; not ready yet. `services` must outlive the server. Warns when other
