@@ -5,6 +5,7 @@
 #include <cctype>
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -122,14 +123,14 @@ constexpr BannedCall kBannedCalls[] = {
     {"tanh", "kernels/core/math.h", Where::kKernels},
 };
 
-bool Applies(const BannedCall& call, absl::string_view path) {
+bool Applies(const BannedCall& call, absl::string_view path, bool is_test) {
   switch (call.where) {
     case Where::kEverywhere:
       return true;
     case Where::kProduct:
-      return !IsTestCode(path);
+      return !is_test;
     case Where::kKernels:  // A definition says in f64 what is meant, with whatever is exact enough.
-      return absl::StartsWith(path, "kernels/") && !IsTestCode(path) &&
+      return absl::StartsWith(path, "kernels/") && !is_test &&
              !absl::EndsWith(path, "_definition.cc");
   }
   return true;
@@ -167,12 +168,14 @@ std::vector<Finding> CheckNames(const SourceTree& tree) {
 
 std::vector<Finding> CheckBannedCalls(const SourceTree& tree) {
   std::vector<Finding> findings;
+  const std::set<std::string> tests = TestFiles(tree);
   for (const SourceFile& file : tree.files()) {
     if (!IsCpp(file.path)) continue;
+    const bool is_test = tests.contains(file.path);
     const std::vector<std::string> code = CodeOnly(file);
     for (size_t i = 0; i < code.size(); ++i) {
       for (const BannedCall& call : kBannedCalls) {
-        if (!Applies(call, file.path) || !CallsFunction(code[i], call.name)) continue;
+        if (!Applies(call, file.path, is_test) || !CallsFunction(code[i], call.name)) continue;
         findings.push_back(
             {file.path, static_cast<int>(i) + 1, absl::StrCat(call.name, ": use ", call.instead)});
       }

@@ -135,7 +135,7 @@ std::vector<Finding> CheckFuzzSeeds(const SourceTree& tree) {
   for (const SourceFile& file : tree.files()) {
     absl::string_view stem = file.path;
     if (!absl::ConsumeSuffix(&stem, "_fuzz.cc")) continue;
-    const std::string folder = absl::StrCat(stem, "_seeds/");
+    const std::string folder = absl::StrCat(FolderOf(stem), "/fuzz_seeds/", BaseNameOf(stem), "/");
     bool found = false;
     for (const SourceFile& other : tree.files()) {
       found = found || absl::StartsWith(other.path, folder);

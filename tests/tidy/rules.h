@@ -49,7 +49,7 @@ std::vector<Finding> CheckSkips(const SourceTree& tree);
 // ---- record_rules.cc
 // Documents within their length; every decision record is linked.
 std::vector<Finding> CheckDocuments(const SourceTree& tree);
-// Every *_fuzz.cc has kept seeds.
+// FOLDER/NAME_fuzz.cc has kept seeds in FOLDER/fuzz_seeds/NAME/.
 std::vector<Finding> CheckFuzzSeeds(const SourceTree& tree);
 // Patches, metrics and config fields say what they are; patches name a test and a record.
 std::vector<Finding> CheckRegistries(const SourceTree& tree);

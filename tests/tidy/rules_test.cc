@@ -87,6 +87,15 @@ TEST(IncludeArrowsTest, AllowsDownwardIncludesAndTestInputs) {
   EXPECT_THAT(CheckIncludeArrows(TreeOf("kernels/rope/rope.cc", testing)), SizeIs(1));
 }
 
+TEST(IncludeArrowsTest, KnowsHeadersThatTestsShare) {
+  const SourceFile cases = File("kernels/rope/cases.h", Include("kernels/testing/inputs.h"));
+  const std::string user = Include("kernels/rope/cases.h");
+  EXPECT_THAT(CheckIncludeArrows(SourceTree({cases, File("kernels/rope/rope_test.cc", user)})),
+              IsEmpty());
+  EXPECT_THAT(CheckIncludeArrows(SourceTree({cases, File("kernels/rope/rope.cc", user)})),
+              SizeIs(1));
+}
+
 TEST(IncludeArrowsTest, RefusesAFolderOutsideTheTable) {
   EXPECT_THAT(CheckIncludeArrows(TreeOf("services/extra/a.cc", "int a;")), SizeIs(1));
 }
@@ -96,6 +105,13 @@ TEST(CMakeLayersTest, ComparesTheNumberWithTheFolder) {
   const std::string right = "isthmus_library(isthmus_rope\n  LAYER 20\n  SRCS rope.cc\n  DEPS x)";
   EXPECT_THAT(CheckCMakeLayers(TreeOf("kernels/rope/CMakeLists.txt", wrong)), SizeIs(1));
   EXPECT_THAT(CheckCMakeLayers(TreeOf("kernels/rope/CMakeLists.txt", right)), IsEmpty());
+}
+
+TEST(CMakeLayersTest, LetsAProgramStandAboveItsLibrary) {
+  const std::string program = "isthmus_program(isthmus-diag\n  LAYER 70\n  SRCS diag_main.cc)";
+  EXPECT_THAT(CheckCMakeLayers(TreeOf("services/diag/CMakeLists.txt", program)), IsEmpty());
+  const std::string low = "isthmus_program(isthmus-diag\n  LAYER 60\n  SRCS diag_main.cc)";
+  EXPECT_THAT(CheckCMakeLayers(TreeOf("services/diag/CMakeLists.txt", low)), SizeIs(1));
 }
 
 TEST(OrphanSourcesTest, FindsASourceNobodyBuilds) {
@@ -180,10 +196,10 @@ TEST(DocumentsTest, LimitLengthsAndFindUnlinkedRecords) {
   EXPECT_THAT(CheckDocuments(SourceTree({record, File("a.cc", "// 0001-order.md")})), IsEmpty());
 }
 
-TEST(FuzzSeedsTest, WantAFolderBesideTheTarget) {
+TEST(FuzzSeedsTest, WantAFolderOfTheTarget) {
   const SourceFile target = File("services/text/reply_fuzz.cc", "");
   EXPECT_THAT(CheckFuzzSeeds(SourceTree({target})), SizeIs(1));
-  EXPECT_THAT(CheckFuzzSeeds(SourceTree({target, File("services/text/reply_seeds/a", "")})),
+  EXPECT_THAT(CheckFuzzSeeds(SourceTree({target, File("services/text/fuzz_seeds/reply/a", "")})),
               IsEmpty());
 }
 

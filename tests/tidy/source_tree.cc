@@ -9,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 
 namespace isthmus::tidy {
 namespace {
@@ -23,7 +24,7 @@ bool IsOutside(const std::string& name) {
 }
 
 bool HasText(const std::string& path) {
-  if (absl::EndsWith(path, ".safetensors")) return false;
+  if (absl::EndsWith(path, ".safetensors") || absl::StrContains(path, "/fuzz_seeds/")) return false;
   return !(absl::StartsWith(path, "tests/golden/") && absl::EndsWith(path, ".json"));
 }
 
@@ -157,9 +158,30 @@ bool IsSource(const SourceFile& file) {
 }
 
 bool IsTestCode(absl::string_view path) {
-  return absl::StartsWith(path, "tests/") || absl::StartsWith(path, "kernels/testing/") ||
-         absl::EndsWith(path, "_test.cc") || absl::EndsWith(path, "_fuzz.cc") ||
-         absl::EndsWith(path, "_bench.cc");
+  return absl::StartsWith(path, "tests/") || absl::StartsWith(BaseNameOf(path), "testing_") ||
+         absl::StrContains(path, "/testing/") || absl::EndsWith(path, "_test.cc") ||
+         absl::EndsWith(path, "_fuzz.cc") || absl::EndsWith(path, "_bench.cc");
+}
+
+absl::string_view IncludedPath(absl::string_view line) {
+  if (!absl::ConsumePrefix(&line, "#include \"")) return "";
+  return line.substr(0, line.find('"'));
+}
+
+std::set<std::string> TestFiles(const SourceTree& tree) {
+  std::set<std::string> files;
+  for (const SourceFile& file : tree.files()) {
+    bool is_test = IsTestCode(file.path);
+    for (const std::string& line : file.lines) {
+      if (is_test || !IsHeader(file.path)) break;
+      const absl::string_view path = IncludedPath(line);
+      is_test = absl::StrContains(path, "/testing/") ||
+                absl::StartsWith(line, "#include <gtest/") || absl::StartsWith(path, "gtest/") ||
+                absl::StartsWith(path, "gmock/");
+    }
+    if (is_test) files.insert(file.path);
+  }
+  return files;
 }
 
 std::vector<std::string> CodeOnly(const SourceFile& file) {

@@ -2,6 +2,7 @@
 // The project's files as the rules see them: paths and lines, read once.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -41,8 +42,12 @@ bool IsHeader(absl::string_view path);  // .h .cuh
 bool IsCMake(absl::string_view path);   // CMakeLists.txt, *.cmake
 // C++, proto, CMake and scripts: what people write by hand and machines run.
 bool IsSource(const SourceFile& file);
-// Tests, fuzz targets, benchmarks and their tools: code that no product links.
+// Tests, fuzz targets, benchmarks and their tools, by name: code that no product links.
 bool IsTestCode(absl::string_view path);
+// Those, and headers that tests share: they include GoogleTest or a header of a testing folder.
+std::set<std::string> TestFiles(const SourceTree& tree);
+// The path of `#include "path"`, or "".
+absl::string_view IncludedPath(absl::string_view line);
 
 // The file's lines with comments and the contents of string and character literals blanked out, so
 // that a rule about code does not fire on prose. Columns are kept.
