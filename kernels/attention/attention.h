@@ -24,7 +24,8 @@
 //            order of index. In reference arithmetic p's numerator is rounded to bf16 before the
 //            value product, the denominator is not, and out is rounded to bf16 (specification
 //            2.8, 3.5). One pass, no running maximum.
-// Workspace  Per thread: keys * (head_dim + heads) floats.
+// Workspace  Per thread: keys * (head_dim + 8) floats. Decoded windows of sequences with several
+//            rows, and at most 64 MiB of decoded entries that their rows share.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The trusted CPU path of attention. One task is one query and up to kTaskHeads of its heads, so
 // that every key vector loaded serves several heads; decode has enough tasks for all threads in a
-// single row. The order of every sum is that of attention.h and depends on nothing else.
+// single row. The order of every sum is that of attention.h and depends on nothing else
+// (kernels/decisions/0003-attention-in-one-pass.md).
 //
 // Letters: h head, k key, d channel.
 #include <algorithm>
@@ -50,12 +51,14 @@ HWY_INLINE void ScoreHeads(const HeadTask& task, int64_t h) {
   const float* q[kHeads];
   for (int i = 0; i < kHeads; ++i) q[i] = task.q + (h + i) * task.head_dim;
   const auto n = static_cast<size_t>(task.head_dim);
-  for (int64_t k = 0; k < task.num_keys; k += kKeysPerTile) {
-    float tile[kHeads * kKeysPerTile];
-    DotTile16<kHeads, kKeysPerTile>(q, task.keys + k, n, tile);
+  constexpr int kKeys = kParts == 1 ? 4 : 2;  // As for heads, see AttendHeads.
+  static_assert(kKeysPerTile % kKeys == 0);
+  for (int64_t k = 0; k < task.num_keys; k += kKeys) {
+    float tile[kHeads * kKeys];
+    DotTile16<kHeads, kKeys>(q, task.keys + k, n, tile);
     for (int i = 0; i < kHeads; ++i) {
       float* scores = task.scores + (h + i) * task.scores_stride + k;
-      for (int j = 0; j < kKeysPerTile; ++j) scores[j] = task.scale * tile[i * kKeysPerTile + j];
+      for (int j = 0; j < kKeys; ++j) scores[j] = task.scale * tile[i * kKeys + j];
     }
   }
 }

@@ -15,7 +15,7 @@ namespace {
 // A decoded window costs one row of queries' worth of decoding, so a few rows repay it.
 constexpr int64_t kMinRowsToShare = 4;
 // Shared copies of entries of one call; beyond it each query decodes what it selects.
-constexpr int64_t kMaxSharedBytes = int64_t{256} << 20;
+constexpr int64_t kMaxSharedBytes = int64_t{64} << 20;
 
 int64_t KeysPerQuery(const AttentionArgs& args, const SequenceKv& seq) {
   const int64_t end = seq.start_position + seq.num_rows;

@@ -22,7 +22,7 @@
 // Numerics   f32; g + ape rounded once to f32; rows summed in ascending order; in reference
 //            arithmetic bf16 after pooling, after the norm, after RoPE and after Hadamard.
 // Outputs    Optional `entries` and `entry_row`: decoded values of the new entries, see below.
-// Workspace  Per thread: 3 * dim floats.
+// Workspace  Per thread: dim floats. 4 bytes per row, 16 per new entry.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.
