@@ -7,6 +7,7 @@
 #include "kernels/core/workspace.h"
 #include "kernels/linear/linear.h"
 #include "kernels/testing/inputs.h"
+#include "kernels/testing/simd_targets.h"
 
 namespace isthmus::kernels {
 namespace {
@@ -24,8 +25,9 @@ int64_t StoredBytes(const WeightView& w) {
   }
 }
 
-// Arguments: tokens, K, N, threads.
-void LinearBench(benchmark::State& state, WeightFormat format) {
+// Arguments: tokens, K, N, threads. `target` 0: the best SIMD target of this processor.
+void LinearBench(benchmark::State& state, WeightFormat format, int64_t target) {
+  testing::ForceTarget(target);
   const int64_t tokens = state.range(0);
   const int64_t cols = state.range(1);
   const int64_t rows = state.range(2);
@@ -47,6 +49,7 @@ void LinearBench(benchmark::State& state, WeightFormat format) {
     if (!Linear(args, exec).ok()) state.SkipWithError("linear failed");
     benchmark::DoNotOptimize(out.data());
   }
+  testing::ForceTarget(0);
   const double calls = static_cast<double>(state.iterations());
   state.counters["GFLOP/s"] = benchmark::Counter(
       calls * 2e-9 * static_cast<double>(tokens * cols * rows), benchmark::Counter::kIsRate);
@@ -67,11 +70,13 @@ void Shapes(benchmark::internal::Benchmark* b) {
   b->Args({1, 4096, 2048, 1});
 }
 
-BENCHMARK_CAPTURE(LinearBench, f32, WeightFormat::kF32)->Apply(Shapes);
-BENCHMARK_CAPTURE(LinearBench, bf16, WeightFormat::kBf16)->Apply(Shapes);
-BENCHMARK_CAPTURE(LinearBench, fp8, WeightFormat::kFp8Block128)->Apply(Shapes);
-BENCHMARK_CAPTURE(LinearBench, mxfp4, WeightFormat::kMxfp4)->Apply(Shapes);
-BENCHMARK_CAPTURE(LinearBench, nvfp4, WeightFormat::kNvfp4)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, f32, WeightFormat::kF32, 0)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, bf16, WeightFormat::kBf16, 0)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, fp8, WeightFormat::kFp8Block128, 0)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, mxfp4, WeightFormat::kMxfp4, 0)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, nvfp4, WeightFormat::kNvfp4, 0)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, fp8_avx2, WeightFormat::kFp8Block128, HWY_AVX2)->Apply(Shapes);
+BENCHMARK_CAPTURE(LinearBench, mxfp4_avx2, WeightFormat::kMxfp4, HWY_AVX2)->Apply(Shapes);
 
 }  // namespace
 }  // namespace isthmus::kernels
