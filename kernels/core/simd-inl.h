@@ -25,7 +25,11 @@
 // Before a loop with a small constant bound over an array of vectors: unrolls it wholly, so that
 // the array lives in registers.
 #ifndef ISTHMUS_UNROLL
+#ifdef __clang__
+#define ISTHMUS_UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define ISTHMUS_UNROLL _Pragma("GCC unroll 16")
+#endif
 #endif
 
 HWY_BEFORE_NAMESPACE();

@@ -13,33 +13,36 @@ constexpr ExpertsVariant kVariants[] = {
     {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels
 };
 
-absl::Status CheckWeight(absl::string_view name, const WeightView& w, int64_t rows, int64_t cols) {
+absl::Status CheckWeight(absl::string_view expert, absl::string_view name, const WeightView& w,
+                         int64_t rows, int64_t cols) {
   if (w.rows != rows || w.cols != cols) {
-    return absl::InvalidArgumentError(absl::StrCat("experts: ", name, " is [", w.rows, ", ", w.cols,
-                                                   "], expected [", rows, ", ", cols, "]"));
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name, " is [", w.rows,
+                                                   ", ", w.cols, "], expected [", rows, ", ", cols,
+                                                   "]"));
   }
-  const int64_t group = ScaleGroup(w.format);
-  if (IsFp4(w.format) && cols % (w.is_mxfp4_cast ? 32 : group) != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("experts: ", name, " is fp4 with K ", cols,
+  const int64_t group = w.is_mxfp4_cast ? 32 : ScaleGroup(w.format);
+  if (IsFp4(w.format) && cols % group != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name,
+                                                   " is fp4 with K ", cols,
                                                    ", not a multiple of its group ", group));
   }
-  if (w.elements == nullptr || (group != 0 && w.scales == nullptr)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("experts: ", name, " [", rows, ", ", cols, "] lacks elements or scales"));
+  if (w.elements == nullptr || (ScaleGroup(w.format) != 0 && w.scales == nullptr)) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name, " [", rows, ", ",
+                                                   cols, "] lacks elements or scales"));
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckExpert(absl::string_view name, const ExpertWeights& e, int64_t hidden) {
+absl::Status CheckExpert(absl::string_view expert, const ExpertWeights& e, int64_t hidden) {
   const int64_t intermediate = e.w1.rows;
-  ISTHMUS_RETURN_IF_ERROR(CheckWeight(absl::StrCat(name, " w1"), e.w1, intermediate, hidden));
-  ISTHMUS_RETURN_IF_ERROR(CheckWeight(absl::StrCat(name, " w3"), e.w3, intermediate, hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckWeight(expert, "w1", e.w1, intermediate, hidden));
+  ISTHMUS_RETURN_IF_ERROR(CheckWeight(expert, "w3", e.w3, intermediate, hidden));
   if (QuantisesInput(e.w1.format) != QuantisesInput(e.w3.format)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("experts: ", name, " w1 has format ", static_cast<int>(e.w1.format),
+        absl::StrCat("experts: ", expert, " w1 has format ", static_cast<int>(e.w1.format),
                      ", w3 has ", static_cast<int>(e.w3.format), "; only one quantises its input"));
   }
-  return CheckWeight(absl::StrCat(name, " w2"), e.w2, hidden, intermediate);
+  return CheckWeight(expert, "w2", e.w2, hidden, intermediate);
 }
 
 absl::Status CheckMatrix(absl::string_view name, const MatrixView& m, const MatrixView& x) {
