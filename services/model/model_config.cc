@@ -26,7 +26,10 @@ absl::Status Bad(absl::string_view problem) {
 
 // A value as it may stand in a message.
 std::string Shown(const Json& value) {
-  return PrintableName(value.dump(-1, ' ', true, Json::error_handler_t::replace));
+  std::string text = value.dump(-1, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace);
+  constexpr size_t kMaxBytes = 200;
+  if (text.size() > kMaxBytes) text = text.substr(0, kMaxBytes) + "...";
+  return text;
 }
 
 // Takes fields out of one JSON object and remembers the first problem, so that a list of fields
@@ -35,7 +38,8 @@ class FieldReader {
  public:
   explicit FieldReader(const Json& object) : object_(object) {}
 
-  const absl::Status& status() const { return status_; }
+  // Empty when all is well.
+  const std::string& problem() const { return problem_; }
 
   void Int(const char* name, const char* alias, int* out, bool is_required = false) {
     int64_t value = *out;
@@ -108,7 +112,7 @@ class FieldReader {
   }
 
   void Fail(absl::string_view problem) {
-    if (status_.ok()) status_ = Bad(problem);
+    if (problem_.empty()) problem_ = std::string(problem);
   }
 
  private:
@@ -133,7 +137,7 @@ class FieldReader {
   }
 
   const Json& object_;
-  absl::Status status_;
+  std::string problem_;
 };
 
 void ReadRopeScaling(FieldReader* fields, RopeScaling* out) {
@@ -149,8 +153,7 @@ void ReadRopeScaling(FieldReader* fields, RopeScaling* out) {
   nested.Int64("original_max_position_embeddings", nullptr, &out->original_max_position_embeddings);
   nested.Number("beta_fast", nullptr, &out->beta_fast);
   nested.Number("beta_slow", nullptr, &out->beta_slow);
-  if (!nested.status().ok())
-    fields->Fail(absl::StrCat("rope_scaling: ", nested.status().message()));
+  if (!nested.problem().empty()) fields->Fail(absl::StrCat("rope_scaling: ", nested.problem()));
 }
 
 // Settings that change what is computed and of which one value is implemented.
@@ -169,8 +172,8 @@ void RefuseOtherArchitectures(FieldReader* fields) {
   nested.Only("fmt", nullptr, "e4m3");
   nested.Only("scale_fmt", nullptr, "ue8m0");
   nested.Only("weight_block_size", nullptr, Json::array({128, 128}));
-  if (!nested.status().ok()) {
-    fields->Fail(absl::StrCat("quantization_config: ", nested.status().message()));
+  if (!nested.problem().empty()) {
+    fields->Fail(absl::StrCat("quantization_config: ", nested.problem()));
   }
 }
 
@@ -344,7 +347,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text) {
   fields.Ints("dspark_target_layer_ids", &c.dspark_target_layer_ids);
   ReadRopeScaling(&fields, &c.rope_scaling);
   RefuseOtherArchitectures(&fields);
-  ISTHMUS_RETURN_IF_ERROR(fields.status());
+  if (!fields.problem().empty()) return Bad(fields.problem());
   ISTHMUS_RETURN_IF_ERROR(ValidateModelConfig(c));
   return c;
 }

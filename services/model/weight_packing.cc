@@ -4,19 +4,18 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 
-#include "kernels/core/formats.h"
+#include "kernels/core/pack.h"
 #include "services/base/check.h"
 
 namespace isthmus::model {
 namespace {
 
 using kernels::IsFp4;
-using kernels::kPanelRows;
 using kernels::ScaleGroup;
 using kernels::WeightFormat;
-using kernels::WeightLayout;
 using kernels::WeightView;
 
 constexpr int kNotAPower = 127;  // Larger than any log2 of an e4m3 value.
@@ -24,33 +23,6 @@ constexpr int kUe8m0Bias = 127;
 constexpr uint8_t kUe8m0Nan = 255;
 
 constexpr int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Bytes of one unit along K, the smallest run that stays together: an element, or an fp4 pair.
-int64_t UnitBytes(WeightFormat format) {
-  if (format == WeightFormat::kF32) return 4;
-  return format == WeightFormat::kBf16 ? 2 : 1;
-}
-
-int64_t UnitsPerRow(const WeightView& w) { return IsFp4(w.format) ? w.cols / 2 : w.cols; }
-
-// [rows][units] -> [ceil(rows / 16)][units][16], rows beyond the last zero.
-template <typename Unit>
-void Transpose(const void* source, int64_t rows, int64_t units, uint8_t* out) {
-  const auto* from = static_cast<const uint8_t*>(source);  // May be unaligned in the file.
-  for (int64_t panel = 0; panel < CeilDivide(rows, kPanelRows); ++panel) {
-    const int64_t first = panel * kPanelRows;
-    const int64_t count = std::min(kPanelRows, rows - first);
-    uint8_t* to = out + first * units * static_cast<int64_t>(sizeof(Unit));
-    for (int64_t u = 0; u < units; ++u) {
-      Unit column[kPanelRows] = {};
-      for (int64_t r = 0; r < count; ++r) {
-        std::memcpy(&column[r], from + ((first + r) * units + u) * int64_t{sizeof(Unit)},
-                    sizeof(Unit));
-      }
-      std::memcpy(to + u * int64_t{sizeof(column)}, column, sizeof(column));
-    }
-  }
-}
 
 // log2 of every positive power of two among the e4m3 values, kNotAPower for the other codes.
 constexpr std::array<int8_t, 256> E4m3Log2() {
@@ -98,40 +70,18 @@ void FindNan(const WeightView& w, const uint8_t* scales, int64_t row, int64_t co
 
 }  // namespace
 
-int64_t PackedElementBytes(const WeightView& w) {
-  return CeilDivide(w.rows, kPanelRows) * kPanelRows * UnitsPerRow(w) * UnitBytes(w.format);
+int64_t CopiedElementBytes(const WeightView& w) { return kernels::PackedElementBytes(w); }
+
+int64_t CopiedScaleBytes(const WeightView& w) {
+  if (w.format != WeightFormat::kFp8Block128) return kernels::PackedScaleBytes(w);
+  return CeilDivide(w.rows, 128) * CeilDivide(w.cols, 128);
 }
 
-int64_t PackedScaleBytes(const WeightView& w) {
-  if (IsFp4(w.format)) {
-    return CeilDivide(w.rows, kPanelRows) * kPanelRows * (w.cols / ScaleGroup(w.format));
-  }
+WeightView CopyToPanels(const WeightView& w, uint8_t* elements, uint8_t* scales) {
+  ISTHMUS_CHECK(w.first_row == 0);  // A slice would need part of the block scales.
+  WeightView out = kernels::PackWeight(w, reinterpret_cast<std::byte*>(elements), scales);
   if (w.format == WeightFormat::kFp8Block128) {
-    return CeilDivide(w.rows, 128) * CeilDivide(w.cols, 128);
-  }
-  return 0;
-}
-
-WeightView PackPanels(const WeightView& w, uint8_t* elements, uint8_t* scales) {
-  ISTHMUS_CHECK(w.layout == WeightLayout::kRowMajor && w.first_row == 0);
-  switch (UnitBytes(w.format)) {
-    case 4:
-      Transpose<uint32_t>(w.elements, w.rows, UnitsPerRow(w), elements);
-      break;
-    case 2:
-      Transpose<uint16_t>(w.elements, w.rows, UnitsPerRow(w), elements);
-      break;
-    default:
-      Transpose<uint8_t>(w.elements, w.rows, UnitsPerRow(w), elements);
-  }
-  WeightView out = w;
-  out.layout = WeightLayout::kPanels;
-  out.elements = elements;
-  if (IsFp4(w.format)) {
-    Transpose<uint8_t>(w.scales, w.rows, w.cols / ScaleGroup(w.format), scales);
-    out.scales = scales;
-  } else if (w.format == WeightFormat::kFp8Block128) {
-    std::memcpy(scales, w.scales, static_cast<size_t>(PackedScaleBytes(w)));
+    std::memcpy(scales, w.scales, static_cast<size_t>(CopiedScaleBytes(w)));
     out.scales = scales;
   }
   return out;

@@ -11,13 +11,14 @@
 
 namespace isthmus::model {
 
-// Bytes of elements and of scales of the kPanels form of `w` (kRowMajor), padding rows included.
-int64_t PackedElementBytes(const kernels::WeightView& w);
-int64_t PackedScaleBytes(const kernels::WeightView& w);
+// Bytes that a kPanels copy of `w` (kRowMajor) takes: its elements, padding rows included, and its
+// scales, those of fp8 blocks (which keep the file's layout) among them.
+int64_t CopiedElementBytes(const kernels::WeightView& w);
+int64_t CopiedScaleBytes(const kernels::WeightView& w);
 
-// Writes the kPanels form of `w` (kRowMajor, first_row 0); `elements` and `scales` have the sizes
-// above. `scales` is not touched for kF32 and kBf16. Returns the view of what was written.
-kernels::WeightView PackPanels(const kernels::WeightView& w, uint8_t* elements, uint8_t* scales);
+// Writes that copy; `elements` and `scales` have the sizes above and are aligned to 64 bytes.
+// Returns a view that no longer refers to the memory of `w`.
+kernels::WeightView CopyToPanels(const kernels::WeightView& w, uint8_t* elements, uint8_t* scales);
 
 // What the scales of some rows of a matrix say.
 struct ScaleFindings {

@@ -38,8 +38,8 @@ class WeightBuilder {
     const ModelConfig& c = out_->config_;
     out_->layers_.resize(static_cast<size_t>(c.num_hidden_layers));
     output_a_.resize(out_->layers_.size());
-    Plain("embed.weight", &out_->embed_, /*keeps_rows=*/true);
-    Plain("head.weight", &out_->head_);
+    ISTHMUS_RETURN_IF_ERROR(Plain("embed.weight", &out_->embed_, /*keeps_rows=*/true));
+    ISTHMUS_RETURN_IF_ERROR(Plain("head.weight", &out_->head_));
     ISTHMUS_ASSIGN_OR_RETURN(out_->norm_, Vector("norm.weight"));
     ISTHMUS_RETURN_IF_ERROR(HyperConnection("hc_head", &out_->hc_head_));
     for (int i = 0; i < c.num_hidden_layers; ++i) {
@@ -51,7 +51,11 @@ class WeightBuilder {
     }
     ISTHMUS_RETURN_IF_ERROR(Inspect());
     CountExperts();
-    ISTHMUS_RETURN_IF_ERROR(is_packed_ ? Pack() : Map());
+    if (is_packed_) {
+      ISTHMUS_RETURN_IF_ERROR(Pack());
+    } else {
+      Map();
+    }
     SliceOutputA();
     return absl::OkStatus();
   }
@@ -99,7 +103,7 @@ class WeightBuilder {
   }
 
   // A matrix without scales, at its stored width.
-  void Plain(const std::string& name, WeightView* target, bool keeps_rows = false) {
+  absl::Status Plain(const std::string& name, WeightView* target, bool keeps_rows = false) {
     const CheckpointTensor& tensor = Tensor(name);
     Matrix matrix;
     matrix.base = name;
@@ -110,7 +114,13 @@ class WeightBuilder {
     matrix.source.elements = tensor.bytes;
     matrix.target = target;
     matrix.keeps_rows = keeps_rows;
+    const auto width = static_cast<uintptr_t>(TensorTypeBytes(tensor.type));
+    if (reinterpret_cast<uintptr_t>(tensor.bytes) % width != 0) {
+      // Only files not written by the format's own library misplace a tensor.
+      ISTHMUS_ASSIGN_OR_RETURN(matrix.source.elements, Copy(tensor.bytes, tensor.size));
+    }
     matrices_.push_back(std::move(matrix));
+    return absl::OkStatus();
   }
 
   void Fp8(const std::string& base, WeightView* target) {
@@ -158,15 +168,15 @@ class WeightBuilder {
   }
 
   absl::Status HyperConnection(const std::string& prefix, HyperConnectionWeights* hc) {
-    Plain(prefix + "_fn", &hc->fn);
+    ISTHMUS_RETURN_IF_ERROR(Plain(prefix + "_fn", &hc->fn));
     ISTHMUS_ASSIGN_OR_RETURN(hc->scale, Vector(prefix + "_scale"));
     ISTHMUS_ASSIGN_OR_RETURN(hc->base, Vector(prefix + "_base"));
     return absl::OkStatus();
   }
 
   absl::Status Compressor(const std::string& prefix, int ratio, CompressorWeights* out) {
-    Plain(prefix + "wkv.weight", &out->wkv);
-    Plain(prefix + "wgate.weight", &out->wgate);
+    ISTHMUS_RETURN_IF_ERROR(Plain(prefix + "wkv.weight", &out->wkv));
+    ISTHMUS_RETURN_IF_ERROR(Plain(prefix + "wgate.weight", &out->wgate));
     ISTHMUS_ASSIGN_OR_RETURN(const VectorView ape, Vector(prefix + "ape"));
     ISTHMUS_ASSIGN_OR_RETURN(out->norm, Vector(prefix + "norm.weight"));
     out->ape = ape.f32();
@@ -194,7 +204,8 @@ class WeightBuilder {
     if (layer->ratio == 4) {
       layer->indexer.emplace();
       Fp8(attn + "indexer.wq_b", &layer->indexer->wq_b);
-      Plain(attn + "indexer.weights_proj.weight", &layer->indexer->weights_proj);
+      ISTHMUS_RETURN_IF_ERROR(
+          Plain(attn + "indexer.weights_proj.weight", &layer->indexer->weights_proj));
       ISTHMUS_RETURN_IF_ERROR(
           Compressor(attn + "indexer.compressor.", layer->ratio, &layer->indexer->compressor));
     }
@@ -205,7 +216,7 @@ class WeightBuilder {
     const std::string ffn = prefix + "ffn.";
     ISTHMUS_RETURN_IF_ERROR(HyperConnection(prefix + "hc_ffn", &layer->hc_ffn));
     ISTHMUS_ASSIGN_OR_RETURN(layer->ffn_norm, Vector(prefix + "ffn_norm.weight"));
-    Plain(ffn + "gate.weight", &layer->gate);
+    ISTHMUS_RETURN_IF_ERROR(Plain(ffn + "gate.weight", &layer->gate));
     if (is_hash) {
       ISTHMUS_ASSIGN_OR_RETURN(layer->hash_ids, HashIds(ffn + "gate.tid2eid"));
     } else {
@@ -301,8 +312,8 @@ class WeightBuilder {
     for (Matrix& m : matrices_) {  // Memory first, one after another; then the copies.
       WeightView stored = m.source;
       if (m.findings.is_mxfp4_cast) stored.format = WeightFormat::kMxfp4;
-      ISTHMUS_ASSIGN_OR_RETURN(m.elements, out_->storage_->Take(PackedElementBytes(stored)));
-      ISTHMUS_ASSIGN_OR_RETURN(m.scales, out_->storage_->Take(PackedScaleBytes(stored)));
+      ISTHMUS_ASSIGN_OR_RETURN(m.elements, out_->storage_->Take(CopiedElementBytes(stored)));
+      ISTHMUS_ASSIGN_OR_RETURN(m.scales, out_->storage_->Take(CopiedScaleBytes(stored)));
     }
     ForEachMatrix([](Matrix& m) {
       if (m.keeps_rows) {
@@ -312,9 +323,9 @@ class WeightBuilder {
       } else if (m.findings.is_mxfp4_cast) {
         std::vector<uint8_t> scales(static_cast<size_t>(m.source.rows * (m.source.cols / 32)));
         const WeightView rebuilt = RebuildMxfp4(m.source, scales.data());
-        *m.target = PackPanels(rebuilt, m.elements, m.scales);
+        *m.target = CopyToPanels(rebuilt, m.elements, m.scales);
       } else {
-        *m.target = PackPanels(m.source, m.elements, m.scales);
+        *m.target = CopyToPanels(m.source, m.elements, m.scales);
       }
       // The copy replaces the file's pages: without this, both would count as resident.
       ReleaseFilePages(m.source.elements, StoredBytes(m.source));
@@ -322,18 +333,11 @@ class WeightBuilder {
     return absl::OkStatus();
   }
 
-  absl::Status Map() {
+  void Map() {
     for (Matrix& m : matrices_) {
       *m.target = m.source;
       m.target->is_mxfp4_cast = m.findings.is_mxfp4_cast;
-      const uintptr_t alignment = m.source.format == WeightFormat::kF32    ? 4
-                                  : m.source.format == WeightFormat::kBf16 ? 2
-                                                                           : 1;
-      if (reinterpret_cast<uintptr_t>(m.source.elements) % alignment == 0) continue;
-      // Only files not written by the format's own library misplace a tensor.
-      ISTHMUS_ASSIGN_OR_RETURN(m.target->elements, Copy(m.source.elements, StoredBytes(m.source)));
     }
-    return absl::OkStatus();
   }
 
   void SliceOutputA() {
