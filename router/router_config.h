@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything about a router process that an operator may set. Nothing else reads the environment.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "services/base/config.h"
+
+namespace isthmus::router {
+
+// A field is its default here and one line in VisitFields.
+struct RouterConfig {
+  std::string listen = "127.0.0.1:7100";
+  std::string address_file;
+  std::string metrics_listen;
+  std::string log_level = "info";
+  std::string checkpoint;
+  std::vector<std::string> prefill_workers = {"127.0.0.1:7101"};
+  std::vector<std::string> decode_workers = {"127.0.0.1:7102"};
+  int32_t max_active_requests = 8;
+  int32_t max_queued_requests = 64;
+  int32_t default_output_tokens = 1024;
+  double default_temperature = 1.0;
+  double default_top_p = 1.0;
+  absl::Duration request_timeout = absl::Minutes(10);
+  absl::Duration poll_interval = absl::Milliseconds(500);
+  absl::Duration stop_patience = absl::Seconds(5);
+
+  template <typename Visitor>
+  void VisitFields(Visitor& visit) {
+    visit("listen", listen, AnyValue{},
+          "host:port of the gRPC listener; port 0 takes a free one. There is no TLS yet.");
+    visit("address_file", address_file, AnyValue{},
+          "File that gets the listener's host:port once it serves; empty: none.");
+    visit("metrics_listen", metrics_listen, AnyValue{},
+          "host:port of GET /metrics; empty: no such listener.");
+    visit("log_level", log_level, OneOf{{"debug", "info", "warning", "error"}},
+          "Lowest level that is logged.");
+    visit("checkpoint", checkpoint, AnyValue{},
+          "Directory with tokenizer.json and, where the model has one, the chat encoder's file.");
+    visit("prefill_workers", prefill_workers, AnyValue{}, "host:port of each prefill worker.");
+    visit("decode_workers", decode_workers, AnyValue{}, "host:port of each decode worker.");
+    visit("max_active_requests", max_active_requests, Range<int32_t>{1, 4096},
+          "Requests that are worked on at one time.");
+    visit("max_queued_requests", max_queued_requests, Range<int32_t>{0, 65536},
+          "Requests that wait for that; beyond, RESOURCE_EXHAUSTED.");
+    visit("default_output_tokens", default_output_tokens, Range<int32_t>{1, 1 << 24},
+          "Output tokens at most when the request does not say.");
+    visit("default_temperature", default_temperature, Range<double>{0.0, 2.0},
+          "Temperature when the request does not say; 0 is greedy.");
+    visit("default_top_p", default_top_p, Range<double>{0.001, 1.0},
+          "Share of probability kept when the request does not say.");
+    visit("request_timeout", request_timeout,
+          Range<absl::Duration>{absl::Milliseconds(10), absl::Hours(24)},
+          "From accepting a request to its last token. A client's earlier deadline counts.");
+    visit("poll_interval", poll_interval,
+          Range<absl::Duration>{absl::Milliseconds(10), absl::Minutes(1)},
+          "How often a worker is asked who it is and how busy.");
+    visit("stop_patience", stop_patience,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
+          "From SIGTERM to the end of requests that still run.");
+  }
+};
+
+}  // namespace isthmus::router
