@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// isthmusctl: the client and the operator's tool. Exit codes: 0 done, 2 bad input, 1 anything else.
+#include <google/protobuf/util/json_util.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "services/base/program.h"
+#include "services/base/status_macros.h"
+#include "services/ctl/client.h"
+#include "services/text/chat_json.h"
+
+namespace isthmus::ctl {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Flags {
+  std::string server = "127.0.0.1:7100";
+  double timeout_seconds = 600;
+  bool json = false;
+  std::string message;
+  std::string messages;
+  std::string text;
+  std::string tokens;
+  bool thinking = false;
+  std::string effort;
+  std::string request_id;
+  double temperature = 0;
+  double top_p = 1;
+  uint32_t top_k = 0;
+  std::optional<uint64_t> seed;
+  uint32_t max_tokens = 256;
+};
+
+absl::Duration TimeoutOf(const Flags& flags) { return absl::Seconds(flags.timeout_seconds); }
+
+v1::SamplingParams SamplingOf(const Flags& flags) {
+  v1::SamplingParams sampling;
+  sampling.set_temperature(flags.temperature);
+  sampling.set_top_p(flags.top_p);
+  sampling.set_top_k(flags.top_k);
+  if (flags.seed.has_value()) sampling.set_seed(*flags.seed);
+  sampling.set_max_output_tokens(flags.max_tokens);
+  return sampling;
+}
+
+const char* ReasonName(v1::FinishReason reason) {
+  switch (reason) {
+    case v1::FINISH_REASON_STOP:
+      return "stop";
+    case v1::FINISH_REASON_LENGTH:
+      return "length";
+    case v1::FINISH_REASON_TOOL_CALLS:
+      return "tool_calls";
+    default:
+      return "";
+  }
+}
+
+absl::StatusOr<std::string> ReadWhole(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+void PrintFigures(const v1::Finish& finish) {
+  std::cerr << absl::StrFormat(
+      "prompt_tokens=%d output_tokens=%d ttft_ms=%.1f tokens_per_s=%.1f kv_bytes=%d "
+      "digests_verified=%d\n",
+      finish.usage().prompt_tokens(), finish.usage().output_tokens(), finish.timings().ttft_ms(),
+      finish.timings().tokens_per_s(), finish.transfer().kv_bytes(),
+      finish.transfer().digests_verified());
+}
+
+// The members that every --json output ends with.
+void AddFigures(const v1::Finish& finish, Json& out) {
+  const uint64_t prompt = finish.usage().prompt_tokens();
+  const uint64_t output = finish.usage().output_tokens();
+  out["finish_reason"] = ReasonName(finish.finish_reason());
+  out["usage"] = {
+      {"prompt_tokens", prompt}, {"completion_tokens", output}, {"total_tokens", prompt + output}};
+  out["timings"] = {{"ttft_ms", finish.timings().ttft_ms()},
+                    {"tokens_per_s", finish.timings().tokens_per_s()}};
+  out["transfer"] = {{"kv_bytes", finish.transfer().kv_bytes()},
+                     {"digests_verified", finish.transfer().digests_verified()}};
+  out["request_id"] = finish.request_id();
+}
+
+// One completion of `conversation`; appends the reply to its messages.
+absl::Status ChatOnce(Client& client, const Flags& flags, Json& conversation) {
+  v1::ChatRequest request;
+  request.set_request_id(flags.request_id);
+  request.set_conversation_json(text::PythonJson(conversation));
+  request.set_thinking(flags.thinking);
+  request.set_reasoning_effort(flags.effort);
+  *request.mutable_sampling() = SamplingOf(flags);
+  ISTHMUS_ASSIGN_OR_RETURN(
+      const v1::Finish finish,
+      client.Chat(request, TimeoutOf(flags), [&flags](const v1::TokenDelta& delta) {
+        if (!flags.json) std::cout << delta.reasoning_content() << delta.content() << std::flush;
+      }));
+  ISTHMUS_ASSIGN_OR_RETURN(Json message,
+                           text::ParseChatJson("message_json", finish.message_json()));
+  conversation["messages"].push_back(message);
+  if (flags.json) {
+    if (!message.contains("reasoning_content")) message["reasoning_content"] = "";
+    if (!message.contains("tool_calls")) message["tool_calls"] = Json::array();
+    AddFigures(finish, message);
+    std::cout << text::PythonJson(message) << "\n";
+  } else {
+    if (message.contains("tool_calls")) std::cout << text::PythonJson(message["tool_calls"]);
+    std::cout << "\n";
+    PrintFigures(finish);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunChat(const Flags& flags) {
+  Client client(flags.server);
+  Json conversation = {{"messages", Json::array()}};
+  if (!flags.messages.empty()) {
+    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(flags.messages));
+    ISTHMUS_ASSIGN_OR_RETURN(conversation, text::ParseChatJson(flags.messages, text));
+    if (!conversation.is_object() || !conversation.contains("messages") ||
+        !conversation["messages"].is_array()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(flags.messages, ": want an object with a list of messages"));
+    }
+    return ChatOnce(client, flags, conversation);
+  }
+  if (!flags.message.empty()) {
+    conversation["messages"].push_back({{"role", "user"}, {"content", flags.message}});
+    return ChatOnce(client, flags, conversation);
+  }
+  std::string line;
+  while (std::cerr << "> " << std::flush && std::getline(std::cin, line)) {
+    if (line.empty()) continue;
+    conversation["messages"].push_back({{"role", "user"}, {"content", line}});
+    ISTHMUS_RETURN_IF_ERROR(ChatOnce(client, flags, conversation));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunGenerate(const Flags& flags) {
+  v1::GenerateRequest request;
+  request.set_request_id(flags.request_id);
+  *request.mutable_sampling() = SamplingOf(flags);
+  const bool prints_ids = !flags.tokens.empty();
+  if (prints_ids) {
+    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(flags.tokens));
+    std::istringstream ids(text);
+    std::string word;
+    while (ids >> word) {
+      uint32_t id = 0;
+      if (!absl::SimpleAtoi(word, &id)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(flags.tokens, ": \"", word, "\" is not a token id"));
+      }
+      request.mutable_token_ids()->add_ids(id);
+    }
+  } else {
+    request.set_text(flags.text);
+  }
+  Client client(flags.server);
+  Json out = {{"tokens", Json::array()}, {"content", ""}};
+  std::string content;
+  ISTHMUS_ASSIGN_OR_RETURN(
+      const v1::Finish finish,
+      client.Generate(request, TimeoutOf(flags), [&](const v1::TokenDelta& delta) {
+        for (const uint32_t id : delta.token_ids()) {
+          if (!flags.json && prints_ids) {
+            std::cout << (out["tokens"].empty() ? "" : " ") << id << std::flush;
+          }
+          out["tokens"].push_back(id);
+        }
+        content += delta.content();
+        if (!flags.json && !prints_ids) std::cout << delta.content() << std::flush;
+      }));
+  if (flags.json) {
+    out["content"] = content;
+    AddFigures(finish, out);
+    std::cout << text::PythonJson(out);
+  }
+  std::cout << "\n";
+  if (!flags.json) PrintFigures(finish);
+  return absl::OkStatus();
+}
+
+void PrintStatus(const v1::StatusReply& status) {
+  std::cout << absl::StrFormat("router %s (commit %s, protocol %d): %s, %d active, %d queued\n",
+                               status.version(), status.commit(), status.protocol_version(),
+                               status.is_ready() ? "ready" : "not ready", status.active_requests(),
+                               status.queued_requests());
+  if (!status.is_ready()) std::cout << "  " << status.not_ready_reason() << "\n";
+  for (const v1::WorkerStatus& worker : status.workers()) {
+    const v1::WorkerCard& card = worker.card();
+    std::cout << absl::StrFormat(
+        "%s %s: %s, incarnation %016x, checkpoint %016x, layout %016x, index_topk %d, %s, "
+        "%d active, %d of %d pages free, %d of %d state slots free\n",
+        card.role() == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode", worker.address(),
+        worker.problem().empty() ? "usable" : worker.problem(), card.incarnation(),
+        card.values().checkpoint_fingerprint(), card.values().layout_fingerprint(),
+        card.values().index_topk(), card.transfer_lane(), worker.load().active_sequences(),
+        worker.load().free_pages(), worker.load().total_pages(), worker.load().free_state_slots(),
+        worker.load().total_state_slots());
+  }
+}
+
+absl::Status RunStatus(const Flags& flags) {
+  Client client(flags.server);
+  ISTHMUS_ASSIGN_OR_RETURN(const v1::StatusReply status, client.Status(absl::Seconds(5)));
+  if (!flags.json) {
+    PrintStatus(status);
+    return absl::OkStatus();
+  }
+  google::protobuf::util::JsonPrintOptions options;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  if (!google::protobuf::util::MessageToJsonString(status, &text, options).ok()) {
+    return absl::InternalError("the status does not print as JSON");
+  }
+  std::cout << text << "\n";
+  return absl::OkStatus();
+}
+
+void AddSampling(CLI::App* command, Flags& flags) {
+  command->add_option("--temperature", flags.temperature, "0 is greedy")->capture_default_str();
+  command->add_option("--top-p", flags.top_p, "Share of probability kept")->capture_default_str();
+  command->add_option("--top-k", flags.top_k, "Tokens kept; 0: all")->capture_default_str();
+  command->add_option("--seed", flags.seed, "Seed of the sampler; absent: a random one");
+  command->add_option("--max-tokens", flags.max_tokens, "Output tokens at most")
+      ->capture_default_str();
+  command->add_option("--request-id", flags.request_id, "Name of the request in logs");
+  command->add_option("--timeout", flags.timeout_seconds, "Seconds until the last token")
+      ->check(CLI::Range(0.001, 86400.0))
+      ->capture_default_str();
+}
+
+int Report(const absl::Status& status) {
+  if (status.ok()) return 0;
+  std::cerr << "isthmusctl: " << absl::StatusCodeToString(status.code()) << ": " << status.message()
+            << "\n";
+  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+}
+
+int Main(int argc, const char* const* argv) {
+  Flags flags;
+  CLI::App app("Talks to an isthmus router.", "isthmusctl");
+  AddVersionOption(app, "isthmusctl");
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.add_option("--server", flags.server, "host:port of the router")->capture_default_str();
+  app.add_flag("--json", flags.json, "Print the parsed reply with its figures as JSON");
+
+  CLI::App* chat = app.add_subcommand(
+      "chat", "One reply to --message or --messages; without either, a conversation on stdin");
+  chat->add_option("--message", flags.message, "What the user says");
+  chat->add_option("--messages", flags.messages, R"(File: {"messages": [...], "tools": [...]})");
+  chat->add_flag("--thinking", flags.thinking, "Let the model reason first");
+  chat->add_option("--effort", flags.effort, "Reasoning effort: none, low, high, max");
+  AddSampling(chat, flags);
+
+  CLI::App* generate = app.add_subcommand("generate", "Continue a text or token ids");
+  auto* text = generate->add_option("--text", flags.text, "The prompt");
+  generate->add_option("--tokens", flags.tokens, "File with decimal token ids; prints ids")
+      ->excludes(text);
+  AddSampling(generate, flags);
+
+  CLI::App* status = app.add_subcommand("status", "What the router knows about the cluster");
+  if (const std::optional<int> code = ParseCommandLine(app, argc, argv)) return *code;
+  if (*chat) return Report(RunChat(flags));
+  if (*generate) return Report(RunGenerate(flags));
+  return *status ? Report(RunStatus(flags)) : 2;
+}
+
+}  // namespace
+}  // namespace isthmus::ctl
+
+int main(int argc, char** argv) { return isthmus::ctl::Main(argc, argv); }
