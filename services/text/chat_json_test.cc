@@ -56,6 +56,11 @@ TEST(ChatJsonTest, RefusesWhatIsNotJson) {
   }
 }
 
+TEST(ChatJsonTest, DoesNotTakeNulForTheEnd) {
+  EXPECT_EQ(ParseChatJson("t", absl::string_view("[1]\0x", 5)).status().message(),
+            "t: NUL at byte 3 of 5");
+}
+
 TEST(ChatJsonTest, BoundsDepthAndWidth) {
   EXPECT_TRUE(ParseChatJson("t", std::string(512, '[') + std::string(512, ']')).ok());
   const auto deep = ParseChatJson("t", std::string(100000, '['));

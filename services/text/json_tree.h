@@ -123,6 +123,11 @@ absl::StatusOr<Json> ParseJsonTree(absl::string_view name, absl::string_view tex
   if (text.substr(0, 3) == "\xEF\xBB\xBF") {
     return absl::InvalidArgumentError(absl::StrCat(name, ": starts with a byte order mark"));
   }
+  // JSON has no NUL byte anywhere, but the lexer would take one for the end of the text.
+  if (const size_t nul = text.find('\0'); nul != absl::string_view::npos) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": NUL at byte ", nul, " of ", text.size()));
+  }
   JsonTreeBuilder<Json> builder(limits);
   if (!Json::sax_parse(text.begin(), text.end(), &builder)) {
     return absl::InvalidArgumentError(absl::StrCat(name, ": ", builder.error()));
