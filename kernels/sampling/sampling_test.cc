@@ -304,7 +304,8 @@ TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheDefinition) {
       if (id % 3 == 0) logits[id] = std::round(logits[id]);
       if (id % 11 == 5) logits[id] = id % 2 == 0 ? kNan : -kInfinity;
     }
-    const int draws = vocabulary > 1000 ? 3 : 50;
+    // One of the real vocabulary: the definition sorts it in seconds under a sanitizer.
+    const int draws = vocabulary > 1000 ? 1 : 50;
     for (const SamplingArgs& base :
          {Drawn(0.0f), Drawn(1.0f), Drawn(0.6f, 0.95f), Drawn(1.0f, 0.5f), Drawn(1.5f, 1.0f, 40),
           Drawn(3.0f, 0.3f, 5)}) {
