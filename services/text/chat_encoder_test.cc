@@ -106,7 +106,8 @@ TEST(ChatEncoderTest, RendersContentListsAndOddArguments) {
             "<｜begin▁of▁sentence｜><｜User｜>a\n\n[Unsupported image_url]\n\nb"
             "<｜Assistant｜></think>");
   EXPECT_THAT(Encode(R"([{"role":"assistant","tool_calls":[{"function":{"name":"f",
-                "arguments":"{\"a\":1.50,\"b\":[1e3,\"ü\"],\"c\":\"<x>\",\"d\":18446744073709551616}"}}]}])"),
+                "arguments":"{\"a\":1.50,\"b\":[1e3,\"ü\"],\"c\":\"<x>\",)"
+                     R"(\"d\":18446744073709551616}"}}]}])"),
               HasSubstr("name=\"a\" string=\"false\">1.5</｜DSML｜parameter>\n"
                         "<｜DSML｜parameter name=\"b\" string=\"false\">[1000.0, \"ü\"]"
                         "</｜DSML｜parameter>\n"
