@@ -38,8 +38,10 @@ VectorView View(const std::vector<float>& logits) {
 
 // The token, or -1 after a failure.
 int32_t Token(Operation operation, const std::vector<float>& logits, SamplingArgs args) {
+  // One for all draws: a workspace of its own per call is a megabyte that sanitizers poison.
+  static Workspace workspace;
   args.logits = View(logits);
-  const absl::StatusOr<int32_t> token = operation(args, Exec{});
+  const absl::StatusOr<int32_t> token = operation(args, Exec{.workspace = &workspace});
   EXPECT_TRUE(token.ok()) << token.status();
   return token.ok() ? *token : -1;
 }
