@@ -14,7 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "services/base/program.h"
 #include "services/base/status_macros.h"
-#include "services/ctl/client.h"
+#include "services/rpc/router_client.h"
 #include "services/text/chat_json.h"
 
 namespace isthmus::ctl {
@@ -97,7 +97,7 @@ void AddFigures(const v1::Finish& finish, Json& out) {
 }
 
 // One completion of `conversation`; appends the reply to its messages.
-absl::Status ChatOnce(Client& client, const Flags& flags, Json& conversation) {
+absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conversation) {
   v1::ChatRequest request;
   request.set_request_id(flags.request_id);
   request.set_conversation_json(text::PythonJson(conversation));
@@ -126,7 +126,7 @@ absl::Status ChatOnce(Client& client, const Flags& flags, Json& conversation) {
 }
 
 absl::Status RunChat(const Flags& flags) {
-  Client client(flags.server);
+  rpc::RouterClient client(flags.server);
   Json conversation = {{"messages", Json::array()}};
   if (!flags.messages.empty()) {
     ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(flags.messages));
@@ -171,7 +171,7 @@ absl::Status RunGenerate(const Flags& flags) {
   } else {
     request.set_text(flags.text);
   }
-  Client client(flags.server);
+  rpc::RouterClient client(flags.server);
   Json out = {{"tokens", Json::array()}, {"content", ""}};
   std::string content;
   ISTHMUS_ASSIGN_OR_RETURN(
@@ -217,7 +217,7 @@ void PrintStatus(const v1::StatusReply& status) {
 }
 
 absl::Status RunStatus(const Flags& flags) {
-  Client client(flags.server);
+  rpc::RouterClient client(flags.server);
   ISTHMUS_ASSIGN_OR_RETURN(const v1::StatusReply status, client.Status(absl::Seconds(5)));
   if (!flags.json) {
     PrintStatus(status);

@@ -12,10 +12,10 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
-#include "services/ctl/client.h"
 #include "services/engine/engine.h"
 #include "services/model/forward.h"
 #include "services/model/weights.h"
+#include "services/rpc/router_client.h"
 #include "tests/integration/program_under_test.h"
 
 namespace isthmus {
@@ -80,7 +80,7 @@ class Cluster {
   std::string prefill_address;
   std::string decode_address;
   std::string router_address;
-  std::unique_ptr<ctl::Client> client;
+  std::unique_ptr<rpc::RouterClient> client;
 
  private:
   std::unique_ptr<testing::ServerProgram> Start(const std::string& binary, const std::string& name,
@@ -95,7 +95,7 @@ class Cluster {
     assignments.push_back("poll_interval=50ms");
     router = Start(ISTHMUS_ROUTER_BINARY, "router", assignments);
     router_address = router->WaitForAddress(kStartPatience);
-    client = std::make_unique<ctl::Client>(router_address);
+    client = std::make_unique<rpc::RouterClient>(router_address);
   }
 };
 

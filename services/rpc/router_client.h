@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The client side of the router's Generation service, for isthmusctl. No gRPC type appears here.
+// The client side of the router's Generation service, for tools and tests. No gRPC type appears
+// here.
 #pragma once
 
 #include <functional>
@@ -10,14 +11,14 @@
 #include "absl/time/time.h"
 #include "proto/generate.pb.h"
 
-namespace isthmus::ctl {
+namespace isthmus::rpc {
 
 using OnDelta = std::function<void(const v1::TokenDelta& delta)>;
 
-class Client {
+class RouterClient {
  public:
-  explicit Client(const std::string& address);
-  ~Client();
+  explicit RouterClient(const std::string& address);
+  ~RouterClient();
 
   // Stream the reply into `on_delta` and return its end. Errors carry the router's address; a
   // stream without an end is Internal.
@@ -32,4 +33,4 @@ class Client {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace isthmus::ctl
+}  // namespace isthmus::rpc

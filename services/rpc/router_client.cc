@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "services/ctl/client.h"
+#include "services/rpc/router_client.h"
 
 #include <grpcpp/client_context.h>
 
@@ -11,7 +11,7 @@
 #include "services/rpc/channel.h"
 #include "services/rpc/status.h"
 
-namespace isthmus::ctl {
+namespace isthmus::rpc {
 namespace {
 
 void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {
@@ -32,46 +32,46 @@ absl::StatusOr<v1::Finish> ReadReply(grpc::ClientReader<v1::GenerateReply>& read
       on_delta(event.delta());
     }
   }
-  ISTHMUS_RETURN_IF_ERROR(rpc::FromGrpcStatus(reader.Finish(), context, address));
+  ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(reader.Finish(), context, address));
   if (!has_finish) return absl::InternalError(absl::StrCat(address, ": the reply has no end"));
   return finish;
 }
 
 }  // namespace
 
-struct Client::State {
+struct RouterClient::State {
   std::string address;
   std::unique_ptr<v1::Generation::Stub> stub;
 };
 
-Client::Client(const std::string& address)
-    : state_(new State{address, v1::Generation::NewStub(rpc::OpenChannel(address))}) {}
+RouterClient::RouterClient(const std::string& address)
+    : state_(new State{address, v1::Generation::NewStub(OpenChannel(address))}) {}
 
-Client::~Client() = default;
+RouterClient::~RouterClient() = default;
 
-absl::StatusOr<v1::Finish> Client::Chat(const v1::ChatRequest& request, absl::Duration timeout,
-                                        const OnDelta& on_delta) {
+absl::StatusOr<v1::Finish> RouterClient::Chat(const v1::ChatRequest& request,
+                                              absl::Duration timeout, const OnDelta& on_delta) {
   grpc::ClientContext context;
   SetTimeout(context, timeout);
   const auto reader = state_->stub->Chat(&context, request);
   return ReadReply(*reader, context, state_->address, on_delta);
 }
 
-absl::StatusOr<v1::Finish> Client::Generate(const v1::GenerateRequest& request,
-                                            absl::Duration timeout, const OnDelta& on_delta) {
+absl::StatusOr<v1::Finish> RouterClient::Generate(const v1::GenerateRequest& request,
+                                                  absl::Duration timeout, const OnDelta& on_delta) {
   grpc::ClientContext context;
   SetTimeout(context, timeout);
   const auto reader = state_->stub->Generate(&context, request);
   return ReadReply(*reader, context, state_->address, on_delta);
 }
 
-absl::StatusOr<v1::StatusReply> Client::Status(absl::Duration timeout) {
+absl::StatusOr<v1::StatusReply> RouterClient::Status(absl::Duration timeout) {
   grpc::ClientContext context;
   SetTimeout(context, timeout);
   v1::StatusReply reply;
   const grpc::Status status = state_->stub->Status(&context, v1::StatusRequest(), &reply);
-  ISTHMUS_RETURN_IF_ERROR(rpc::FromGrpcStatus(status, context, state_->address));
+  ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(status, context, state_->address));
   return reply;
 }
 
-}  // namespace isthmus::ctl
+}  // namespace isthmus::rpc
