@@ -46,7 +46,7 @@ inline constexpr MetricSpec kHandoffFailures = {
     .buckets = {}};
 
 inline constexpr MetricSpec kActiveRequests = {
-    .name = "isthmus_router_active_requests",
+    .name = "isthmus_router_num_active_requests",
     .kind = MetricKind::kGauge,
     .help = "Requests that are worked on now; queued ones are not counted.",
     .labels = {},
