@@ -20,6 +20,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "kvtransfer/transport.h"
+#include "kvtransfer/ucx_log.h"
 #include "kvtransfer/ucx_resources.h"
 #include "services/base/status_macros.h"
 
@@ -414,6 +415,7 @@ absl::Status UcxTransport::Write(const v1::TransferEndpoint& target,
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Transport>> MakeUcxTransport(const UcxOptions& options) {
+  RouteUcxLog();
   auto transport = std::make_unique<UcxTransport>(options);
   ISTHMUS_RETURN_IF_ERROR(transport->Open());
   return transport;
