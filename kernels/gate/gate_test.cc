@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The gate and its definition by hand, by unit vectors and against each other.
 #include "kernels/gate/gate.h"
 
 #include <algorithm>

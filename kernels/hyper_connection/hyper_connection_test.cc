@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The hyper-connections by hand, by the worked example and unit vectors, and their invariance.
 #include "kernels/hyper_connection/hyper_connection.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The digest against the CRC of its bytes written out.
 #include "kernels/page_digest/page_digest.h"
 
 #include <cstring>

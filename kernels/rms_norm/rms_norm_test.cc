@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// By hand, refusals, invariance, and every variant of rms_norm within its bound.
 #include "kernels/rms_norm/rms_norm.h"
 
 #include <cmath>

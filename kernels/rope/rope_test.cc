@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Frequencies against the author's bits; the rotation by hand, by unit vectors and by its bound.
 #include "kernels/rope/rope.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Sampling and its definition by hand and against each other; the uniform numbers; refusals.
 #include "kernels/sampling/sampling.h"
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Fault scopes: which one a status keeps, and what it leaves alone.
 #include "services/base/fault.h"
 
 #include "absl/strings/cord.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Patch sets: defaults, configuration and refusals.
 #include "services/base/patch.h"
 
 #include "absl/strings/string_view.h"
