@@ -3,8 +3,9 @@
 //
 //   temperature == 0: arg max, the smaller id among equals (greedy).
 //   otherwise: p = softmax(logits / temperature); keep the top_k largest (0: all), then the
-//   smallest prefix of them in descending order whose mass reaches top_p of the whole softmax; draw
-//   by inverse CDF with one uniform number from (seed, counter). Ties in the order by smaller id.
+//   smallest prefix of them in descending order whose mass reaches top_p of what top_k left, as
+//   other engines do; draw by inverse CDF with one uniform number from (seed, counter). Ties in
+//   the order by smaller id.
 //
 // Shapes     logits: [vocab]. One row per call; rows are independent.
 // Types      f32 logits, i32 token.

@@ -82,9 +82,9 @@ void RadixSort(Ranked* items, Ranked* scratch, int64_t n) {
 
 // The drawn token among `n` ranked ones with these masses; the first mass is 1.
 int32_t Draw(const SamplingArgs& args, const Ranked* ranked, const float* mass, int64_t n) {
+  if (args.top_k > 0) n = std::min<int64_t>(n, args.top_k);
   double total = 0.0;
   for (int64_t rank = 0; rank < n; ++rank) total += mass[rank];
-  if (args.top_k > 0) n = std::min<int64_t>(n, args.top_k);
 
   const double wanted = double{args.top_p} * total;
   double kept = 0.0;

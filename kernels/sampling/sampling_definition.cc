@@ -29,10 +29,10 @@ absl::StatusOr<int32_t> SampleDefinition(const SamplingArgs& args, const Exec&) 
   for (const int32_t id : order) {
     mass.push_back(Exp((logits[id] - logits[order[0]]) / args.temperature));
   }
+  if (args.top_k > 0 && static_cast<size_t>(args.top_k) < mass.size()) mass.resize(args.top_k);
   double total = 0.0;
   for (const float m : mass) total += m;
 
-  if (args.top_k > 0 && static_cast<size_t>(args.top_k) < mass.size()) mass.resize(args.top_k);
   double kept = 0.0;
   size_t prefix = 0;
   while (prefix < mass.size()) {

@@ -162,11 +162,11 @@ TEST_P(SampleTest, KeepsTheSmallestPrefixThatReachesTopP) {
   EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 1.0f)), (std::set<int32_t>{0, 1, 2, 3}));
 }
 
-TEST_P(SampleTest, MeasuresTopPAgainstTheWholeSoftmaxAfterTopK) {
-  // The two kept tokens hold 0.4 and 0.3 of the whole: 0.6 needs both, though 0.4 is already 0.57
-  // of what top_k left.
+TEST_P(SampleTest, MeasuresTopPAgainstWhatTopKLeft) {
+  // The two kept tokens hold 0.4 and 0.3 of the whole, 0.57 and 0.43 of what is left.
   const std::vector<float> logits = {std::log(4.0f), std::log(3.0f), std::log(2.0f), 0.0f};
-  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.55f, 2)), (std::set<int32_t>{0, 1}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.55f, 2)), (std::set<int32_t>{0}));
+  EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.6f, 2)), (std::set<int32_t>{0, 1}));
 }
 
 TEST_P(SampleTest, BecomesGreedyAtTinyTemperaturesAndTinyTopP) {
