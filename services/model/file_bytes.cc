@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -17,7 +16,7 @@ namespace {
 absl::StatusOr<std::string> ReadOpened(int fd, const std::string& path, int64_t max_bytes) {
   struct stat status = {};
   if (fstat(fd, &status) != 0) {
-    return absl::InternalError(absl::StrCat(path, ": cannot stat: ", std::strerror(errno)));
+    return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot stat"));
   }
   if (!S_ISREG(status.st_mode)) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": is not a regular file"));
@@ -32,7 +31,7 @@ absl::StatusOr<std::string> ReadOpened(int fd, const std::string& path, int64_t 
     const ssize_t got = read(fd, out.data() + have, out.size() - have);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      return absl::InternalError(absl::StrCat(path, ": cannot read: ", std::strerror(errno)));
+      return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot read"));
     }
     if (got == 0) break;
     have += static_cast<size_t>(got);
@@ -45,12 +44,7 @@ absl::StatusOr<std::string> ReadOpened(int fd, const std::string& path, int64_t 
 
 absl::StatusOr<std::string> ReadFileBytes(const std::string& path, int64_t max_bytes) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) {
-    const int error = errno;
-    const std::string text = absl::StrCat(path, ": cannot open: ", std::strerror(error));
-    return error == ENOENT || error == ENOTDIR ? absl::NotFoundError(text)
-                                               : absl::InternalError(text);
-  }
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot open"));
   absl::StatusOr<std::string> out = ReadOpened(fd, path, max_bytes);
   close(fd);
   return out;

@@ -9,8 +9,8 @@
 
 namespace isthmus::model {
 
-// All bytes of the regular file at `path`. NotFound: there is none. InvalidArgument: not a regular
-// file, or longer than `max_bytes`. Internal: any other error, with errno's text.
+// All bytes of the regular file at `path`. InvalidArgument: not a regular file, or longer than
+// `max_bytes`. Otherwise the code and text of errno (NotFound, PermissionDenied, ...).
 absl::StatusOr<std::string> ReadFileBytes(const std::string& path, int64_t max_bytes);
 
 }  // namespace isthmus::model

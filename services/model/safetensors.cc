@@ -140,9 +140,7 @@ absl::Status CheckTiling(std::vector<TensorEntry>* tensors, uint64_t data_bytes,
 }
 
 absl::Status FileError(const std::string& path, absl::string_view action) {
-  const int error = errno;
-  const std::string text = absl::StrCat(path, ": cannot ", action, ": ", std::strerror(error));
-  return error == ENOENT ? absl::NotFoundError(text) : absl::InternalError(text);
+  return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot ", action));
 }
 
 }  // namespace
@@ -212,7 +210,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   if (fd < 0) return FileError(path, "open");
   struct stat status = {};
   if (fstat(fd, &status) != 0) {
-    const absl::Status error = FileError(path, "stat");
+    absl::Status error = FileError(path, "stat");
     close(fd);
     return error;
   }
@@ -266,7 +264,9 @@ void ReleaseFilePages(const void* bytes, int64_t size) {
   const auto first = reinterpret_cast<uintptr_t>(bytes);
   const uintptr_t begin = (first + page - 1) / page * page;
   const uintptr_t end = (first + static_cast<uintptr_t>(size)) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  if (begin >= end) return;
+  auto* start = static_cast<char*>(const_cast<void*>(bytes)) + (begin - first);
+  madvise(start, end - begin, MADV_DONTNEED);
 }
 
 }  // namespace isthmus::model

@@ -71,7 +71,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view leadi
 // A file mapped read-only, symbolic links followed. Movable; the mapping keeps its address.
 class SafetensorsFile {
  public:
-  // NotFound or Internal (with errno's text) when the file cannot be opened or mapped.
+  // When the file cannot be opened or mapped: the code and text of its errno (NotFound,
+  // PermissionDenied, ...). InvalidArgument: not a regular file, or as ParseSafetensorsHeader.
   static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
   SafetensorsFile(SafetensorsFile&& other) noexcept;
   SafetensorsFile& operator=(SafetensorsFile&& other) noexcept;

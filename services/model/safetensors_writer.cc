@@ -21,7 +21,7 @@ namespace isthmus::model {
 namespace {
 
 absl::Status FileError(const std::string& path, absl::string_view action) {
-  return absl::InternalError(absl::StrCat(path, ": cannot ", action, ": ", std::strerror(errno)));
+  return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot ", action));
 }
 
 absl::Status WriteAll(int fd, const std::string& path, const void* bytes, size_t size) {
@@ -39,7 +39,7 @@ absl::Status WriteAll(int fd, const std::string& path, const void* bytes, size_t
 // The order of the data, with offsets; `order` gives the tensor behind each entry.
 absl::StatusOr<std::vector<TensorEntry>> LayOut(std::span<const NamedTensor> tensors,
                                                 std::vector<const NamedTensor*>* order) {
-  std::vector<std::pair<int64_t, const NamedTensor*>> by_width;
+  std::vector<std::pair<TensorType, const NamedTensor*>> by_width;
   for (const NamedTensor& tensor : tensors) {
     const std::optional<TensorType> type = TensorTypeFromName(tensor.dtype);
     if (!type) {
@@ -47,16 +47,17 @@ absl::StatusOr<std::vector<TensorEntry>> LayOut(std::span<const NamedTensor> ten
                                                      "' has unknown dtype '",
                                                      PrintableName(tensor.dtype), "'"));
     }
-    by_width.emplace_back(TensorTypeBytes(*type), &tensor);
+    by_width.emplace_back(*type, &tensor);
   }
-  std::stable_sort(by_width.begin(), by_width.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::stable_sort(by_width.begin(), by_width.end(), [](const auto& a, const auto& b) {
+    return TensorTypeBytes(a.first) > TensorTypeBytes(b.first);
+  });
   std::vector<TensorEntry> entries;
   uint64_t at = 0;
-  for (const auto& [width, tensor] : by_width) {
+  for (const auto& [type, tensor] : by_width) {
     TensorEntry entry;
     entry.name = tensor->name;
-    entry.type = *TensorTypeFromName(tensor->dtype);
+    entry.type = type;
     entry.shape = tensor->shape;
     entry.begin = at;
     at += tensor->bytes.size();

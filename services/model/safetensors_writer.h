@@ -26,8 +26,8 @@ struct NamedTensor {
 // Writes `path`.part, syncs it and renames it to `path`, so that a file under its own name is
 // always complete. Tensors are laid out by falling element size, then in the order given; each is
 // aligned to its element. InvalidArgument: an unknown dtype, bytes that do not match the shape, a
-// name twice, the name __metadata__, a name that is not UTF-8. Internal: the file system's error;
-// the .part file is then removed.
+// name twice, the name __metadata__, a name that is not UTF-8. When the file
+// system fails: the code and text of errno; the .part file is then removed.
 absl::Status WriteSafetensors(const std::string& path, std::span<const NamedTensor> tensors,
                               const std::map<std::string, std::string>& metadata);
 

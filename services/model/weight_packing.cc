@@ -25,18 +25,18 @@ constexpr uint8_t kUe8m0Nan = 255;
 constexpr int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // log2 of every positive power of two among the e4m3 values, kNotAPower for the other codes.
-constexpr std::array<int8_t, 256> E4m3Log2() {
-  std::array<int8_t, 256> out{};
+constexpr std::array<int, 256> E4m3Log2() {
+  std::array<int, 256> out{};
   out.fill(kNotAPower);
   out[1] = -9;  // Subnormals: code * 2^-9.
   out[2] = -8;
   out[4] = -7;
-  for (int exponent = 1; exponent < 16; ++exponent) {
-    out[static_cast<size_t>(exponent << 3)] = static_cast<int8_t>(exponent - 7);
+  for (size_t exponent = 1; exponent < 16; ++exponent) {
+    out[exponent * 8] = static_cast<int>(exponent) - 7;
   }
   return out;
 }
-constexpr std::array<int8_t, 256> kE4m3Log2 = E4m3Log2();
+constexpr std::array<int, 256> kE4m3Log2 = E4m3Log2();
 
 // log2 of a positive power of two, subnormals included.
 std::optional<int> Log2OfPower(float x) {

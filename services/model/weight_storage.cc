@@ -4,8 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -29,9 +27,8 @@ absl::StatusOr<uint8_t*> WeightStorage::Take(int64_t size) {
     void* start = mmap(nullptr, static_cast<size_t>(chunk_bytes), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("cannot have ", chunk_bytes, " bytes for weights beside the ", taken_bytes_,
-                       " held: ", std::strerror(errno)));
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "cannot have ", chunk_bytes, " bytes for weights beside the ", taken_bytes_, " held"));
     }
     chunks_.push_back({static_cast<uint8_t*>(start), chunk_bytes});
     used_ = 0;
