@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <fstream>
 #include <utility>
 #include <vector>
@@ -31,7 +30,7 @@ constexpr int kNumLayers = 43;
 constexpr int kNumShards = kNumLayers + 3;
 
 absl::Status FileError(const std::string& path, absl::string_view action) {
-  return absl::InternalError(absl::StrCat(path, ": cannot ", action, ": ", std::strerror(errno)));
+  return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot ", action));
 }
 
 // Which shard, from 0, a tensor goes to.
