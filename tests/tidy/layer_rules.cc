@@ -44,8 +44,9 @@ const std::vector<Unit>& Units() {
       {"router", 50, {"services/base", "proto", "services/text", "services/rpc"}},
       {"services/prefill", 60, {kAllBelow}},
       {"services/decode", 60, {kAllBelow}},
-      {"services/ctl", 60, {"services/base", "proto", "services/text", "services/rpc"}},
+      {"services/ctl", 70, {"services/base", "proto", "services/text", "services/rpc"}},
       {"services/diag", 65, {kAllBelow}},
+      {"tests/tools", 65, {kAllBelow}},
       {"tests", 70, {kAllBelow}},
   };
   return units;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "tests/tidy/rules.h"
@@ -32,6 +33,25 @@ bool NamedElsewhere(const SourceTree& tree, absl::string_view word, absl::string
     for (const std::string& line : file.lines) {
       if (absl::StrContains(line, word)) return true;
     }
+  }
+  return false;
+}
+
+// "router/place.cc" and "router/" do; "KvHandoff", ".venv" and "kernels/<operation>/" do not.
+bool LooksLikePath(absl::string_view text) {
+  if (!absl::StrContains(text, "/") || text.find_first_of(" <>=$*:") != absl::string_view::npos) {
+    return false;
+  }
+  return !absl::StartsWith(text, "build/") && !absl::StartsWith(text, "fuzz_seeds/") &&
+         text != "testing/";
+}
+
+// The path itself, or a file below it.
+bool HasPath(const SourceTree& tree, absl::string_view path) {
+  absl::ConsumeSuffix(&path, "/");
+  for (const SourceFile& file : tree.files()) {
+    absl::string_view rest = file.path;
+    if (absl::ConsumePrefix(&rest, path) && (rest.empty() || rest[0] == '/')) return true;
   }
   return false;
 }
@@ -130,17 +150,31 @@ std::vector<Finding> CheckDocuments(const SourceTree& tree) {
   return findings;
 }
 
+std::vector<Finding> CheckNamedPaths(const SourceTree& tree) {
+  std::vector<Finding> findings;
+  for (const absl::string_view document : {"README.md", "ARCHITECTURE.md"}) {
+    const SourceFile* file = tree.Find(document);
+    for (size_t i = 0; file != nullptr && i < file->lines.size(); ++i) {
+      const std::vector<absl::string_view> parts = absl::StrSplit(file->lines[i], '`');
+      for (size_t j = 1; j < parts.size(); j += 2) {  // Between two backticks.
+        if (!LooksLikePath(parts[j]) || HasPath(tree, parts[j])) continue;
+        findings.push_back({file->path, static_cast<int>(i) + 1,
+                            absl::StrCat("names ", parts[j], ", which does not exist")});
+      }
+    }
+  }
+  return findings;
+}
+
 std::vector<Finding> CheckFuzzSeeds(const SourceTree& tree) {
   std::vector<Finding> findings;
   for (const SourceFile& file : tree.files()) {
     absl::string_view stem = file.path;
     if (!absl::ConsumeSuffix(&stem, "_fuzz.cc")) continue;
-    const std::string folder = absl::StrCat(FolderOf(stem), "/fuzz_seeds/", BaseNameOf(stem), "/");
-    bool found = false;
-    for (const SourceFile& other : tree.files()) {
-      found = found || absl::StartsWith(other.path, folder);
+    const std::string folder = absl::StrCat(FolderOf(stem), "/fuzz_seeds/", BaseNameOf(stem));
+    if (!HasPath(tree, folder) && !HasPath(tree, folder + "_fuzz")) {
+      findings.push_back({file.path, 0, absl::StrCat("has no seeds in ", folder, "/")});
     }
-    if (!found) findings.push_back({file.path, 0, absl::StrCat("has no seeds in ", folder)});
   }
   return findings;
 }

@@ -49,7 +49,9 @@ std::vector<Finding> CheckSkips(const SourceTree& tree);
 // ---- record_rules.cc
 // Documents within their length; every decision record is linked.
 std::vector<Finding> CheckDocuments(const SourceTree& tree);
-// FOLDER/NAME_fuzz.cc has kept seeds in FOLDER/fuzz_seeds/NAME/.
+// Files and folders that README.md and ARCHITECTURE.md name in backticks exist.
+std::vector<Finding> CheckNamedPaths(const SourceTree& tree);
+// FOLDER/NAME_fuzz.cc has kept seeds in FOLDER/fuzz_seeds/NAME/ or FOLDER/fuzz_seeds/NAME_fuzz/.
 std::vector<Finding> CheckFuzzSeeds(const SourceTree& tree);
 // Patches, metrics and config fields say what they are; patches name a test and a record.
 std::vector<Finding> CheckRegistries(const SourceTree& tree);

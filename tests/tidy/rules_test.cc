@@ -196,6 +196,17 @@ TEST(DocumentsTest, LimitLengthsAndFindUnlinkedRecords) {
   EXPECT_THAT(CheckDocuments(SourceTree({record, File("a.cc", "// 0001-order.md")})), IsEmpty());
 }
 
+TEST(NamedPathsTest, FindsWhatDoesNotExist) {
+  const SourceFile place = File("router/place.cc", "");
+  const auto with = [&](const std::string& text) {
+    return CheckNamedPaths(SourceTree({place, File("README.md", text)}));
+  };
+  EXPECT_THAT(with("see `router/place.cc` and `router/`, not `KvHandoff`"), IsEmpty());
+  EXPECT_THAT(with("see `router/accept.cc`"), SizeIs(1));
+  EXPECT_THAT(with("see `route/`"), SizeIs(1));
+  EXPECT_THAT(with("see `kernels/<operation>/`"), IsEmpty());
+}
+
 TEST(FuzzSeedsTest, WantAFolderOfTheTarget) {
   const SourceFile target = File("services/text/reply_fuzz.cc", "");
   EXPECT_THAT(CheckFuzzSeeds(SourceTree({target})), SizeIs(1));

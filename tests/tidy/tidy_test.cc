@@ -43,6 +43,7 @@ TEST(TidyTest, NamesSayWhatThingsAre) { EXPECT_TRUE(Holds(CheckNames(Tree()))); 
 TEST(TidyTest, NoCallThatHasAReplacement) { EXPECT_TRUE(Holds(CheckBannedCalls(Tree()))); }
 TEST(TidyTest, SkipsHaveReasons) { EXPECT_TRUE(Holds(CheckSkips(Tree()))); }
 TEST(TidyTest, DocumentsAreShortAndRecordsLinked) { EXPECT_TRUE(Holds(CheckDocuments(Tree()))); }
+TEST(TidyTest, DocumentsNameWhatExists) { EXPECT_TRUE(Holds(CheckNamedPaths(Tree()))); }
 TEST(TidyTest, FuzzTargetsHaveSeeds) { EXPECT_TRUE(Holds(CheckFuzzSeeds(Tree()))); }
 TEST(TidyTest, PatchesMetricsAndFieldsExplainThemselves) {
   EXPECT_TRUE(Holds(CheckRegistries(Tree())));
