@@ -171,6 +171,8 @@ int HealthOf(const std::string& address, const std::string& service) {
   while (queue.Next(&tag, &ok)) {
   }
   std::vector<grpc::Slice> slices;
+  EXPECT_TRUE(status.ok() || status.error_code() == grpc::StatusCode::NOT_FOUND)
+      << status.error_message();
   if (!status.ok() || !reply.Dump(&slices).ok() || slices.empty()) return -1;
   const std::string bytes(reinterpret_cast<const char*>(slices[0].begin()), slices[0].size());
   return bytes.size() == 2 && bytes[0] == 0x08 ? bytes[1] : -1;  // Field 1, an enum.
