@@ -196,6 +196,7 @@ const ConfigField* ConfigFields::Find(absl::string_view name) const {
 
 absl::Status ConfigFields::UnknownKey(absl::string_view key) const {
   std::vector<std::pair<size_t, absl::string_view>> near;
+  near.reserve(fields_.size());
   for (const ConfigField& field : fields_) {
     near.emplace_back(EditDistance(key, field.name), field.name);
   }

@@ -10,6 +10,7 @@ namespace isthmus {
 absl::StatusOr<PatchSet> PatchSet::Resolve(std::span<const Patch* const> known,
                                            const std::map<std::string, bool>& config) {
   PatchSet set;
+  set.entries_.reserve(known.size());
   for (const Patch* patch : known) {
     for (const Entry& earlier : set.entries_) {
       if (earlier.patch->name == patch->name) {
@@ -25,6 +26,7 @@ absl::StatusOr<PatchSet> PatchSet::Resolve(std::span<const Patch* const> known,
     for (const Entry& entry : set.entries_) is_known |= entry.patch->name == name;
     if (is_known) continue;
     std::vector<absl::string_view> names;
+    names.reserve(set.entries_.size());
     for (const Entry& entry : set.entries_) names.push_back(entry.patch->name);
     return absl::InvalidArgumentError(absl::StrCat(
         "patches: unknown patch \"", name, "\"; known: [", absl::StrJoin(names, ", "), "]"));
@@ -41,6 +43,7 @@ bool PatchSet::IsOn(const Patch& patch) const {
 
 std::vector<std::string> PatchSet::Describe() const {
   std::vector<std::string> lines;
+  lines.reserve(entries_.size());
   for (const Entry& entry : entries_) {
     lines.push_back(absl::StrCat(entry.patch->name, entry.on ? " on" : " off",
                                  entry.from_config ? " (config)" : " (default)"));

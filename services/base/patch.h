@@ -14,7 +14,7 @@
 namespace isthmus {
 
 // Where in a request's life a patch executes. Bits, because one patch may serve two phases.
-enum PhaseBits : uint32_t {
+enum PhaseBits : uint32_t {  // NOLINT(performance-enum-size): as wide as its masks.
   kPhaseLoad = 1u << 0,      // Reading and repacking weights, once per process.
   kPhasePrefill = 1u << 1,   // Prompt tokens to KV pages.
   kPhaseTransfer = 1u << 2,  // KV pages from a prefill worker to a decode worker.

@@ -15,7 +15,7 @@ __attribute__((constructor(101))) void RefuseOldProcessor() {
       __builtin_cpu_supports("f16c")) {
     return;
   }
-  static const char kText[] =
+  static constexpr char kText[] =
       "isthmus: this processor lacks AVX2, FMA or F16C, which every build of isthmus needs "
       "(x86-64-v3: Intel Haswell, AMD Excavator or later).\n";
   // Nothing can be done about a stderr that is closed.

@@ -17,10 +17,10 @@
     if (!isthmus_status_.ok()) return isthmus_status_; \
   } while (false)
 
-#define ISTHMUS_ASSIGN_OR_RETURN_(tmp, lhs, expr) \
-  auto tmp = (expr);                              \
-  if (!tmp.ok()) return std::move(tmp).status();  \
-  lhs = *std::move(tmp)
+#define ISTHMUS_ASSIGN_OR_RETURN_(tmp, lhs, expr)                                         \
+  auto tmp = (expr); /* NOLINT(bugprone-macro-parentheses): `tmp` is declared here. */    \
+  if (!tmp.ok()) return std::move(tmp).status(); /* NOLINT(bugprone-macro-parentheses) */ \
+  lhs = *std::move(tmp) /* NOLINT(bugprone-macro-parentheses): `lhs` may declare too. */
 
 // Assigns the value of a StatusOr to `lhs` (which may declare a variable), or returns its status.
 #define ISTHMUS_ASSIGN_OR_RETURN(lhs, expr) \
