@@ -199,7 +199,7 @@ absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec) {
   }
 
   // With many rows a thread takes all heads of a query, so that its keys are collected once.
-  const int64_t grain = rows >= 4 * NumThreads(exec) ? groups : 1;
+  const int64_t grain = rows >= int64_t{4} * NumThreads(exec) ? groups : 1;
   ParallelFor(exec, rows * groups, grain, [&](int64_t begin, int64_t end, int thread) {
     QueryKeys& keys = thread_keys[thread];
     for (int64_t task_index = begin; task_index < end; ++task_index) {

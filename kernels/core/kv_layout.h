@@ -30,10 +30,10 @@ enum class EntryFormat : uint8_t {
 };
 
 // The kinds, in the order of KvLayout::kinds. Kinds up to kNumPagedKinds grow with the sequence.
-enum CacheKindIndex : int {
-  kCsaKv = 0,     // One KV entry per 4 tokens, layers of ratio 4.
-  kHcaKv = 1,     // One KV entry per 128 tokens, layers of ratio 128.
-  kIndexKey = 2,  // One index key per 4 tokens, layers of ratio 4.
+enum CacheKindIndex : int {  // NOLINT(performance-enum-size): an int, as every index is.
+  kCsaKv = 0,                // One KV entry per 4 tokens, layers of ratio 4.
+  kHcaKv = 1,                // One KV entry per 128 tokens, layers of ratio 128.
+  kIndexKey = 2,             // One index key per 4 tokens, layers of ratio 4.
   kNumPagedKinds = 3,
   kWindow = 3,  // Ring of `window` KV entries per sequence, all layers; slot = position mod window.
   kCsaState = 4,    // Ring of 8 compressor rows, slot = position mod 8, layers of ratio 4.

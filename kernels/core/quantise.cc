@@ -75,7 +75,7 @@ void EncodeKvEntryT(const float* x, int head_dim, int rope_dim, uint8_t* data, u
   }
   for (int k = 0; k < rope_dim; ++k) {
     const uint16_t bits = Bf16Bits(x[nope + k]);
-    std::memcpy(data + nope + 2 * k, &bits, sizeof(bits));
+    std::memcpy(data + nope + int64_t{2} * k, &bits, sizeof(bits));
   }
 }
 
@@ -90,7 +90,7 @@ void DecodeKvEntryT(const uint8_t* data, const uint8_t* scale, int head_dim, int
   }
   for (int k = 0; k < rope_dim; ++k) {
     uint16_t bits = 0;
-    std::memcpy(&bits, data + nope + 2 * k, sizeof(bits));
+    std::memcpy(&bits, data + nope + int64_t{2} * k, sizeof(bits));
     out[nope + k] = Bf16Value(bits);
   }
 }
@@ -105,7 +105,7 @@ void EncodeIndexKeyT(const float* x, int dim, uint8_t* data, uint8_t* scale) {
       const auto code = [](VF v) HWY_ATTR { return CodeE2m1V(v); };
       StoreCodes16(code, Mul16(Load16(x + k + i), inverse), codes + i);
     }
-    for (int i = 0; i < kIndexKeyBlock / 2; ++i) {
+    for (int64_t i = 0; i < kIndexKeyBlock / 2; ++i) {
       data[k / 2 + i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
     }
   }

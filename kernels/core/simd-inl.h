@@ -319,7 +319,7 @@ HWY_INLINE void DotTile16(const float* const* a, const float* const* b, size_t n
 }
 
 HWY_INLINE float Dot16(const float* a, const float* b, size_t n) {
-  float out;
+  float out = 0;
   DotTile16<1, 1>(&a, &b, n, &out);
   return out;
 }

@@ -104,7 +104,7 @@ absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args) {
                                                    kMaxSinkhornIterations, "]"));
   }
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("post", args.post, args.streams.rows, kNumStreams));
-  return CheckMatrix("comb", args.comb, args.streams.rows, kNumStreams * kNumStreams);
+  return CheckMatrix("comb", args.comb, args.streams.rows, int64_t{kNumStreams} * kNumStreams);
 }
 
 absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args) {
@@ -117,7 +117,8 @@ absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args) {
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("y", args.y, tokens, hidden));
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("streams", args.streams, tokens, kNumStreams * hidden));
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("post", args.post, tokens, kNumStreams));
-  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("comb", args.comb, tokens, kNumStreams * kNumStreams));
+  ISTHMUS_RETURN_IF_ERROR(
+      CheckMatrix("comb", args.comb, tokens, int64_t{kNumStreams} * kNumStreams));
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, tokens, kNumStreams * hidden));
   if (args.out.data == args.streams.data && args.out.row_stride != args.streams.row_stride) {
     return absl::InvalidArgumentError(

@@ -96,7 +96,7 @@ void SplitLanes(const SplitParams& params, size_t lane, MixGroup* group) {
   for (int i = 0; i < M * M; ++i) {
     c[i] = Affine(group->mixes[2 * M + i] + lane, params.scale[2], params.base[2 * M + i]);
   }
-  for (int j = 0; j < M; ++j) SoftmaxRow(epsilon, c + M * j);
+  for (int64_t j = 0; j < M; ++j) SoftmaxRow(epsilon, c + M * j);
   DivideLines(1, M, epsilon, c);
   for (int pass = 1; pass < params.iterations; ++pass) {
     DivideLines(M, 1, epsilon, c);

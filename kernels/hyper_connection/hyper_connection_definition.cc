@@ -60,11 +60,12 @@ void DivideColumns(double epsilon, Square* c) {
 Square Sinkhorn(const double* logits, int iterations, double epsilon) {
   Square c;
   for (int j = 0; j < M; ++j) {
-    const double largest = *std::max_element(logits + M * j, logits + M * j + M);
+    const double* row = logits + int64_t{M} * j;
+    const double largest = *std::max_element(row, row + M);
     double sum = 0.0;
-    for (int k = 0; k < M; ++k) sum += std::exp(logits[M * j + k] - largest);
+    for (int k = 0; k < M; ++k) sum += std::exp(row[k] - largest);
     for (int k = 0; k < M; ++k) {
-      c[j][k] = std::exp(logits[M * j + k] - largest) / sum + epsilon;
+      c[j][k] = std::exp(row[k] - largest) / sum + epsilon;
     }
   }
   DivideColumns(epsilon, &c);

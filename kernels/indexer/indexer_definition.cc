@@ -75,7 +75,9 @@ absl::Status Index(const IndexerArgs& args) {
     if (seq.num_rows == 0) continue;
     const PagedEntries paged = {seq.pages[kIndexKey], args.key_plane};
     std::vector<std::vector<Real>> keys;
-    for (int64_t j = 0; j < VisibleKeys(seq.start_position + seq.num_rows - 1); ++j) {
+    const int64_t num_keys = VisibleKeys(seq.start_position + seq.num_rows - 1);
+    keys.reserve(static_cast<size_t>(num_keys));
+    for (int64_t j = 0; j < num_keys; ++j) {
       keys.push_back(KeyValues<Real>(args, paged, j));
     }
     for (int64_t row = seq.first_row; row < seq.first_row + seq.num_rows; ++row) {

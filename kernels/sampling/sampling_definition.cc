@@ -26,6 +26,7 @@ absl::StatusOr<int32_t> SampleDefinition(const SamplingArgs& args, const Exec&) 
   if (args.temperature == 0.0f) return order[0];
 
   std::vector<float> mass;  // Of softmax(logits / temperature), times a constant.
+  mass.reserve(order.size());
   for (const int32_t id : order) {
     mass.push_back(Exp((logits[id] - logits[order[0]]) / args.temperature));
   }

@@ -39,7 +39,7 @@ int64_t Product(const std::vector<int64_t>& shape) {
 }
 
 [[noreturn]] void Wrong(absl::string_view what, absl::string_view name) {
-  std::cerr << "golden file: " << what << " " << name << std::endl;
+  std::cerr << "golden file: " << what << " " << name << "\n" << std::flush;
   CheckFailed(__FILE__, __LINE__, "golden file holds what the test expects");
 }
 
@@ -79,6 +79,7 @@ std::vector<int64_t> GoldenArray::Ints() const {
     } else if (dtype == "U8" || dtype == "BOOL") {
       x = Element<uint8_t>(bytes, i);
     } else if (dtype == "I8") {
+      // NOLINTNEXTLINE(bugprone-signed-char-misuse): a number, not a character.
       x = Element<int8_t>(bytes, i);
     } else {
       Wrong("no integers in an array of", dtype);
@@ -132,16 +133,19 @@ const GoldenArray& GoldenFile::at(absl::string_view name) const {
 
 std::vector<std::string> GoldenFile::names() const {
   std::vector<std::string> out;
+  out.reserve(arrays_.size());
   for (const auto& [name, array] : arrays_) out.push_back(name);
   return out;
 }
 
 std::string GoldenDir() {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing in a test writes the environment.
   const char* dir = std::getenv("ISTHMUS_GOLDEN_DIR");
   return dir != nullptr ? dir : "";
 }
 
 bool GoldenRequired() {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): as above.
   const char* ci = std::getenv("CI");
   return ci != nullptr && absl::string_view(ci) == "true";
 }

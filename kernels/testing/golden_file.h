@@ -61,4 +61,5 @@ bool GoldenRequired();
   auto file##_or = ::isthmus::kernels::testing::GoldenFile::Read(                         \
       ::isthmus::kernels::testing::GoldenDir() + "/" + (relative));                       \
   ASSERT_TRUE(file##_or.ok()) << file##_or.status();                                      \
+  /* NOLINTNEXTLINE(bugprone-macro-parentheses): `file` is declared here. */              \
   const ::isthmus::kernels::testing::GoldenFile& file = *file##_or

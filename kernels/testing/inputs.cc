@@ -59,7 +59,7 @@ float Random::Normal() {
     const uint64_t bits = Bits();
     for (int j = 0; j < 4; ++j) sum += static_cast<int64_t>((bits >> (16 * j)) & 0xffffu);
   }
-  return static_cast<float>(sum - 12 * 32768) * 0x1p-16f;
+  return static_cast<float>(sum - int64_t{12} * 32768) * 0x1p-16f;
 }
 
 std::vector<float> NormalValues(uint64_t seed, int64_t n, float scale) {
