@@ -13,7 +13,10 @@ endif()
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1")
 find_program(ISTHMUS_CCACHE ccache)
 if(ISTHMUS_CCACHE)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${ISTHMUS_CCACHE})
+  # Paths relative to the source and no folder in the hash, so that the build folders of one tree
+  # (release, demo, without RPC) share what they compile alike.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_NOHASHDIR=true
+                                  CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${ISTHMUS_CCACHE})
 endif()
 
 # One floor for all machines: FMA and F16C always exist, so every SIMD target rounds alike; nothing
