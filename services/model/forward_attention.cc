@@ -14,6 +14,7 @@
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
+#include "services/base/check.h"
 #include "services/base/status_macros.h"
 #include "services/model/forward_step.h"
 
@@ -169,6 +170,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
 absl::Status ModelForward::Compress(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
+  ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
   const CompressorWeights& c = *w.compressor;
   const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
   const kernels::CacheKindIndex state = w.ratio == 4 ? kernels::kCsaState : kernels::kHcaState;
@@ -203,6 +205,7 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
 absl::Status ModelForward::Select(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
+  ISTHMUS_CHECK(w.indexer.has_value());
   const IndexerWeights& indexer = *w.indexer;
   const bool reference = arithmetic_ == Arithmetic::kReference;
   const int64_t heads = config.index_n_heads;

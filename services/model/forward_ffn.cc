@@ -16,14 +16,13 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
-  const float epsilon = config.rms_norm_eps;
   ISTHMUS_RETURN_IF_ERROR(
       kernels::HyperConnectionPre({.streams = step.streams,
                                    .fn = w.hc_ffn.fn,
                                    .scale = w.hc_ffn.scale,
                                    .base = w.hc_ffn.base,
                                    .sinkhorn_iterations = config.hc_sinkhorn_iters,
-                                   .epsilon = epsilon,
+                                   .epsilon = config.rms_norm_eps,
                                    .hc_epsilon = config.hc_eps,
                                    .x = step.x,
                                    .post = step.post,
@@ -35,7 +34,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.x,
                                             .weight = w.ffn_norm,
                                             .out = step.x,
-                                            .epsilon = epsilon,
+                                            .epsilon = config.rms_norm_eps,
                                             .arithmetic = arithmetic_},
                                            step.exec));
   step.Emit(layer, "ffn_in", step.x);
@@ -60,7 +59,6 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   step.Emit(layer, "router_ids", {ids, kernels::DType::kI32, step.rows, k, k});
   step.Emit(layer, "router_weights", weights);
 
-  const float limit = config.swiglu_limit;
   const MatrixView routed =
       step.has_tap() ? step.Take(step.rows, config.hidden_size) : MatrixView{};
   ISTHMUS_RETURN_IF_ERROR(kernels::Experts({.x = step.x,
@@ -69,8 +67,8 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
                                             .k = k,
                                             .experts = w.experts,
                                             .shared = &w.shared,
-                                            .limit = limit,
-                                            .shared_limit = limit,
+                                            .limit = config.swiglu_limit,
+                                            .shared_limit = config.swiglu_limit,
                                             .out = step.y,
                                             .routed = routed,
                                             .arithmetic = arithmetic_},

@@ -413,11 +413,11 @@ TEST(WeightsTest, FingerprintSeesContentOfEverySize) {
 
 // The full golden folder, or empty: then the caller skips, or fails where CI wants everything.
 std::string GoldenDir() {
-  const char* dir = std::getenv("ISTHMUS_GOLDEN_DIR");
+  const char* dir = std::getenv("ISTHMUS_GOLDEN_DIR");  // NOLINT(concurrency-mt-unsafe): no writer.
   return dir == nullptr ? "" : dir;
 }
 bool IsCi() {
-  const char* ci = std::getenv("CI");
+  const char* ci = std::getenv("CI");  // NOLINT(concurrency-mt-unsafe): no writer.
   return ci != nullptr && std::string(ci) == "true";
 }
 

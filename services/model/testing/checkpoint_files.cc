@@ -108,9 +108,9 @@ void CheckpointFiles::Write(const std::string& dir) const {
   }
   for (int s = 0; s < num_shards; ++s) {
     const std::string name = has_index ? ShardName(s, num_shards) : "model.safetensors";
-    ISTHMUS_CHECK(
-        WriteSafetensors(dir + "/" + name, shards[static_cast<size_t>(s)], {{"format", "pt"}})
-            .ok());
+    ISTHMUS_CHECK(WriteSafetensors(absl::StrCat(dir, "/", name), shards[static_cast<size_t>(s)],
+                                   {{"format", "pt"}})
+                      .ok());
   }
   if (has_index) {
     WriteFileBytes(
