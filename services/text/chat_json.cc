@@ -88,7 +88,7 @@ void AppendFloat(double value, std::string* out) {
   } else if (count <= exponent + 1) {
     absl::StrAppend(out, digits, std::string(static_cast<size_t>(exponent + 1 - count), '0'), ".0");
   } else {
-    const auto point = static_cast<size_t>(exponent + 1);
+    const auto point = static_cast<size_t>(exponent) + 1;
     absl::StrAppend(out, digits.substr(0, point), ".", digits.substr(point));
   }
 }

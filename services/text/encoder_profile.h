@@ -3,6 +3,7 @@
 // checkpoint's own encoding_dsv4.py says so; it is read as text, never run.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -11,7 +12,7 @@
 
 namespace isthmus::text {
 
-enum class EncoderGeneration {
+enum class EncoderGeneration : uint8_t {
   kApril,  // Effort: none, high (both without prefix), max.
   k0731,   // Effort: none, low (both without prefix), high, max.
 };

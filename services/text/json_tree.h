@@ -43,8 +43,9 @@ class JsonTreeBuilder {
   bool number_unsigned(typename Json::number_unsigned_t value) { return Add(Json(value)); }
   bool number_float(typename Json::number_float_t value, const std::string& token) {
     if (token.find_first_of(".eE") != std::string::npos) return Add(Json(value));
-    if (!limits_.keep_big_integers)
+    if (!limits_.keep_big_integers) {
       return Fail(absl::StrCat("integer ", token, " exceeds 64 bits"));
+    }
     if (token.size() > kMaxDigits) {
       return Fail(absl::StrCat("integer has ", token.size(), " digits, limit ", kMaxDigits));
     }

@@ -28,7 +28,7 @@ constexpr absl::string_view kHeaderEnd = "\">";
 // Names of tools and parameters are short; beyond this a header is not one.
 constexpr size_t kMaxHeaderBytes = 1024;
 
-enum class Fit { kNone, kPartial, kWhole };
+enum class Fit : uint8_t { kNone, kPartial, kWhole };
 
 // How `marker` fits the beginning of `rest`; kPartial: `rest` is a proper prefix of it.
 Fit FitOf(absl::string_view rest, absl::string_view marker) {

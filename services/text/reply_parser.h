@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,7 +52,7 @@ class ReplyParser {
   const ParsedReply& reply() const { return reply_; }
 
  private:
-  enum class State {
+  enum class State : uint8_t {
     kStart,
     kReasoning,
     kContent,
@@ -84,7 +85,7 @@ class ReplyParser {
   void SkipBlank();
   bool StripsPartialMarker(absl::string_view rest) const;
   // The header that ends with `">`: its text, or nothing when more is needed or none can come.
-  enum class Header { kFound, kPartial, kMissing };
+  enum class Header : uint8_t { kFound, kPartial, kMissing };
   Header ReadHeader(absl::string_view* header);
   void EmitText(absl::string_view text);
   void AddParameter(absl::string_view value);

@@ -19,6 +19,7 @@ inline std::optional<std::string> ReadFile(const std::string& path) {
 
 // A file of the golden set; nothing when ISTHMUS_GOLDEN_DIR is not set or lacks it.
 inline std::optional<std::string> GoldenFile(const std::string& path) {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing in a test writes the environment.
   const char* const dir = std::getenv("ISTHMUS_GOLDEN_DIR");
   if (dir == nullptr) return std::nullopt;
   return ReadFile(std::string(dir) + "/" + path);
@@ -38,6 +39,7 @@ inline std::optional<std::string> TinyTokenizerJson() {
 
 // Whether this is a CI run, where a missing golden set is a failure and no reason to skip.
 inline bool IsCi() {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing in a test writes the environment.
   const char* const ci = std::getenv("CI");
   return ci != nullptr && std::string(ci) == "true";
 }

@@ -106,6 +106,7 @@ TEST(TokenizerTest, EqualsHuggingFaceOnTheBundledModel) {
 }
 
 TEST(TokenizerTest, EqualsHuggingFaceOnTheRealModel) {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing in a test writes the environment.
   const char* const dir = std::getenv("ISTHMUS_TOKENIZER_DIR");
   if (dir == nullptr) GTEST_SKIP() << "ISTHMUS_TOKENIZER_DIR is not set";
   const auto vectors = GoldenFile("tokenizer/vectors.json");
