@@ -49,6 +49,7 @@ absl::StatusOr<Round> RunRound(LocalEngine& local, const BenchFlags& flags) {
   std::vector<engine::Sequence*> pointers;
   for (int64_t b = 0; b < flags.batch; ++b) {
     std::vector<int32_t> prompt;
+    prompt.reserve(static_cast<size_t>(flags.context));
     for (int64_t t = 0; t < flags.context; ++t) {
       prompt.push_back(static_cast<int32_t>(
           random() % static_cast<uint32_t>(local.weights().config().vocab_size)));
@@ -59,6 +60,7 @@ absl::StatusOr<Round> RunRound(LocalEngine& local, const BenchFlags& flags) {
                              local.engine().Admit("bench", std::move(prompt), sampling));
     sequences.push_back(std::move(sequence));
   }
+  pointers.reserve(sequences.size());
   for (engine::Sequence& sequence : sequences) pointers.push_back(&sequence);
 
   Round round;

@@ -8,6 +8,7 @@
 #include "services/base/program.h"
 #include "services/diag/commands.h"
 
+// NOLINTNEXTLINE(bugprone-exception-escape): an unforeseen exception ends the program.
 int main(int argc, char** argv) {
   CLI::App app("isthmus-diag: look into the model, offline or through a cluster");
   isthmus::AddVersionOption(app, "isthmus-diag");

@@ -193,7 +193,7 @@ absl::StatusOr<Dump> RunDump(LocalEngine& local, const DumpOptions& options) {
   if (!options.input_streams.empty()) {
     ISTHMUS_ASSIGN_OR_RETURN(
         streams, InputStreams::Load(options.input_streams, config.num_hidden_layers, total,
-                                    4 * config.hidden_size));
+                                    int64_t{4} * config.hidden_size));
   }
   ISTHMUS_ASSIGN_OR_RETURN(kv::SequenceCache cache, local.pool().Open());
   ISTHMUS_RETURN_IF_ERROR(cache.Reserve(total));

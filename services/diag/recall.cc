@@ -51,7 +51,7 @@ bool CallsAreEqual(const ordered_json& expected, const std::vector<text::ToolCal
     // Key order is no part of the answer, so compare as sorted objects.
     const nlohmann::json got = nlohmann::json::parse(calls[i].arguments, nullptr, false);
     const nlohmann::json want = expected[i]["arguments"];
-    if (calls[i].name != expected[i]["name"] || got != want) return false;
+    if (ordered_json(calls[i].name) != expected[i]["name"] || got != want) return false;
   }
   return true;
 }
@@ -72,7 +72,8 @@ absl::StatusOr<CaseResult> RunCompletion(const ChatBackend& chat, const ordered_
   if (expect.contains("tool_calls")) {
     result.passed = CallsAreEqual(expect["tool_calls"], reply.message.tool_calls);
   } else if (expect.contains("content")) {
-    result.passed = reply.message.tool_calls.empty() && reply.message.content == expect["content"];
+    result.passed = reply.message.tool_calls.empty() &&
+                    ordered_json(reply.message.content) == expect["content"];
   } else {
     return absl::InvalidArgumentError("\"expect\" has neither tool_calls nor content");
   }
