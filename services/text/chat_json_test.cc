@@ -56,6 +56,15 @@ TEST(ChatJsonTest, RefusesWhatIsNotJson) {
   }
 }
 
+TEST(ChatJsonTest, ErrorsSayWhereAndDoNotQuoteTheConversation) {
+  for (const absl::string_view text :
+       {"{\"a\": \"secret \xFF\"}", "{\"a\": \"secret", "{\"a\": secret}", "[\"secret\\ud800\"]"}) {
+    const std::string message(ParseChatJson("body", text).status().message());
+    EXPECT_EQ(message.substr(0, 11), "body: byte ") << message;
+    EXPECT_EQ(message.find("secret"), std::string::npos) << message;
+  }
+}
+
 TEST(ChatJsonTest, DoesNotTakeNulForTheEnd) {
   EXPECT_EQ(ParseChatJson("t", absl::string_view("[1]\0x", 5)).status().message(),
             "t: NUL at byte 3 of 5");

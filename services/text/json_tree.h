@@ -68,13 +68,18 @@ class JsonTreeBuilder {
   }
   template <typename Exception>
   bool parse_error(size_t offset, const std::string&, const Exception& exception) {
-    if (error_.empty()) error_ = absl::StrCat("byte ", offset, ": ", exception.what());
+    if (error_.empty()) error_ = absl::StrCat("byte ", offset, ": ", WithoutText(exception.what()));
     return false;
   }
 
  private:
   static constexpr size_t kMaxDigits = 4300;  // The limit of Python's int().
 
+  // nlohmann quotes the token that it was reading, all of it. Errors are logged, and a conversation
+  // must not be, so that part is cut.
+  static absl::string_view WithoutText(absl::string_view message) {
+    return message.substr(0, message.find("; last read: "));
+  }
   bool Fail(absl::string_view message) {
     error_ = std::string(message);
     return false;
