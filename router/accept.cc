@@ -16,6 +16,12 @@ namespace {
 constexpr size_t kMaxRequestIdBytes = 128;
 constexpr size_t kMaxConversationBytes = size_t{8} << 20;
 
+absl::Status OutOfRange(absl::string_view field, double value, absl::string_view wanted) {
+  return absl::InvalidArgumentError(absl::StrCat(field, ": is ", value, ", want ", wanted));
+}
+
+}  // namespace
+
 absl::StatusOr<std::string> RequestIdOf(const std::string& wanted) {
   if (wanted.empty()) return rpc::NewRequestId();
   if (wanted.size() > kMaxRequestIdBytes) {
@@ -29,12 +35,6 @@ absl::StatusOr<std::string> RequestIdOf(const std::string& wanted) {
   }
   return wanted;
 }
-
-absl::Status OutOfRange(absl::string_view field, double value, absl::string_view wanted) {
-  return absl::InvalidArgumentError(absl::StrCat(field, ": is ", value, ", want ", wanted));
-}
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Create(const RouterConfig& config) {
   if (config.checkpoint.empty()) {

@@ -28,6 +28,10 @@ struct RoutedRequest {
   absl::Time deadline;
 };
 
+// The id that a client gave its request, or a fresh one when it gave none. InvalidArgument: more
+// than 128 bytes, or a byte that is not printable ASCII.
+absl::StatusOr<std::string> RequestIdOf(const std::string& wanted);
+
 // Immutable after creation; const calls may run in several threads at once.
 class Acceptor {
  public:

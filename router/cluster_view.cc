@@ -118,6 +118,7 @@ void ClusterView::Watch(WorkerLink& link) {
 }
 
 void ClusterView::ReadTokens(WorkerLink& link) {
+  absl::Status last;
   while (!stops_) {
     const v1::WorkerStatus known = link.status();
     if (!known.is_reachable()) {
@@ -127,15 +128,24 @@ void ClusterView::ReadTokens(WorkerLink& link) {
     v1::TokensHello hello;
     hello.set_router_incarnation(incarnation_);
     hello.set_worker_incarnation(known.card().incarnation());
+    bool was_open = false;
     const absl::Status status = link.client().ReadTokens(
         hello, {kStreamTimeout, [this] { return stops_.load(); }},
-        [&link] { link.SetStreamOpen(true); },
+        [&] {
+          was_open = true;
+          link.SetStreamOpen(true);
+        },
         [&link](const v1::StepTokens& step) { link.relay().Deliver(step); });
     link.SetStreamOpen(false);
     link.relay().FailAll(status);
     if (stops_) return;
-    LogWarning("a token stream ended",
-               {{"address", link.client().address()}, {"status", status.ToString()}});
+    // A worker that refuses the stream, of another role for example, is said once, not at every
+    // try.
+    if (was_open || status != last) {
+      LogWarning("a token stream ended",
+                 {{"address", link.client().address()}, {"status", status.ToString()}});
+    }
+    last = status;
     WaitOrStop(kEagerInterval);
   }
 }

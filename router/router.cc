@@ -11,6 +11,7 @@
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
+#include "services/rpc/identity.h"
 
 namespace isthmus::router {
 namespace {
@@ -26,28 +27,30 @@ absl::Status ClientLeft() { return absl::CancelledError("the client left"); }
 
 absl::Status Router::Generate(const v1::GenerateRequest& request, const ClientStream& client) {
   const absl::StatusOr<Placement> placement = Place(view_->links());
-  if (!placement.ok()) return Run(placement.status(), client);
+  if (!placement.ok()) return Run(placement.status(), request.request_id(), client);
   return Run(
       acceptor_->AcceptGenerate(request, ValuesOf(*placement), clock_.Now(), client.deadline),
-      client);
+      request.request_id(), client);
 }
 
 absl::Status Router::Chat(const v1::ChatRequest& request, const ClientStream& client) {
   const absl::StatusOr<Placement> placement = Place(view_->links());
-  if (!placement.ok()) return Run(placement.status(), client);
+  if (!placement.ok()) return Run(placement.status(), request.request_id(), client);
   return Run(acceptor_->AcceptChat(request, ValuesOf(*placement), clock_.Now(), client.deadline),
-             client);
+             request.request_id(), client);
 }
 
-absl::Status Router::Run(absl::StatusOr<RoutedRequest> accepted, const ClientStream& client) {
+absl::Status Router::Run(absl::StatusOr<RoutedRequest> accepted, const std::string& wanted_id,
+                         const ClientStream& client) {
   absl::Status status = accepted.status();
   if (status.ok()) status = Serve(*accepted, client);
   metrics_->Add(kRequests, 1, {absl::StatusCodeToString(status.code())});
   metrics_->Set(kActiveRequests, static_cast<double>(admission_.active()));
   if (!status.ok()) {
-    LogWarning("a request failed",
-               {{"request_id", accepted.ok() ? accepted->request_id : std::string()},
-                {"status", status.ToString()}});
+    // A refused request has an id as well: the client's, unless that is what was refused.
+    const std::string id =
+        accepted.ok() ? accepted->request_id : RequestIdOf(wanted_id).value_or(rpc::NewRequestId());
+    LogWarning("a request failed", {{"request_id", id}, {"status", status.ToString()}});
   }
   return status;
 }

@@ -44,7 +44,8 @@ class Router {
   int64_t active() const { return admission_.active(); }
 
  private:
-  absl::Status Run(absl::StatusOr<RoutedRequest> accepted, const ClientStream& client);
+  absl::Status Run(absl::StatusOr<RoutedRequest> accepted, const std::string& wanted_id,
+                   const ClientStream& client);
   absl::Status Serve(const RoutedRequest& request, const ClientStream& client);
   absl::Status Stream(const RoutedRequest& request, uint32_t end_token_id, class Attempt& attempt,
                       const ClientStream& client);

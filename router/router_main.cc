@@ -3,6 +3,8 @@
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/sync_stream.h>
 
+#include <map>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
@@ -10,6 +12,7 @@
 #include "router/router.h"
 #include "router/router_metrics.h"
 #include "services/base/log.h"
+#include "services/base/mutex.h"
 #include "services/base/program.h"
 #include "services/base/status_macros.h"
 #include "services/base/stop_signal.h"
@@ -22,17 +25,60 @@ namespace {
 
 // How often readiness is computed anew; a start is noticed as fast.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(50);
+// The router answers DEADLINE_EXCEEDED at the request timeout; past this it cannot.
+constexpr absl::Duration kAnswerTime = absl::Seconds(2);
+
+// Ends calls at the request timeout whatever their thread waits for: a write to a client that has
+// stopped reading would otherwise last as long as that client's connection.
+class Timekeeper {
+ public:
+  explicit Timekeeper(absl::Duration timeout) : timeout_(timeout) {}
+
+  // Watches one call while it lives.
+  class Watch {
+   public:
+    Watch(Timekeeper* keeper, grpc::ServerContext* context) : keeper_(keeper), context_(context) {
+      MutexLock lock(keeper_->mutex_);
+      keeper_->calls_[context_] = absl::Now() + keeper_->timeout_;
+    }
+    ~Watch() {
+      MutexLock lock(keeper_->mutex_);
+      keeper_->calls_.erase(context_);
+    }
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+
+   private:
+    Timekeeper* const keeper_;
+    grpc::ServerContext* const context_;
+  };
+
+  void CancelOverdue() {
+    const absl::Time now = absl::Now();
+    MutexLock lock(mutex_);
+    for (const auto& [context, deadline] : calls_) {
+      if (now >= deadline) context->TryCancel();
+    }
+  }
+
+ private:
+  const absl::Duration timeout_;
+  Mutex mutex_;
+  std::map<grpc::ServerContext*, absl::Time> calls_;  // Guarded by mutex_.
+};
 
 class GenerationRpc : public v1::Generation::Service {
  public:
-  explicit GenerationRpc(Router* router) : router_(router) {}
+  GenerationRpc(Router* router, Timekeeper* keeper) : router_(router), keeper_(keeper) {}
 
   grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                         grpc::ServerWriter<v1::GenerateReply>* writer) override {
+    const Timekeeper::Watch watch(keeper_, context);
     return rpc::ToGrpcStatus(router_->Generate(*request, StreamOf(context, writer)), context);
   }
   grpc::Status Chat(grpc::ServerContext* context, const v1::ChatRequest* request,
                     grpc::ServerWriter<v1::GenerateReply>* writer) override {
+    const Timekeeper::Watch watch(keeper_, context);
     return rpc::ToGrpcStatus(router_->Chat(*request, StreamOf(context, writer)), context);
   }
   grpc::Status Status(grpc::ServerContext*, const v1::StatusRequest*,
@@ -49,6 +95,7 @@ class GenerationRpc : public v1::Generation::Service {
   }
 
   Router* const router_;
+  Timekeeper* const keeper_;
 };
 
 LogLevel LevelOf(const std::string& name) {
@@ -59,7 +106,8 @@ LogLevel LevelOf(const std::string& name) {
 }
 
 // Publishes readiness until a signal comes, which is returned.
-int WatchUntilSignal(const Router& router, rpc::RpcServer& server, absl::Time start) {
+int WatchUntilSignal(const Router& router, Timekeeper& keeper, rpc::RpcServer& server,
+                     absl::Time start) {
   bool is_first = true;
   while (true) {
     const absl::Status readiness = router.Readiness();
@@ -75,6 +123,7 @@ int WatchUntilSignal(const Router& router, rpc::RpcServer& server, absl::Time st
       LogInfo("waits for workers", {{"status", readiness.ToString()}});
     }
     is_first = false;
+    keeper.CancelOverdue();
     if (const int signal = WaitForStopSignal(kReadinessInterval); signal != 0) return signal;
   }
 }
@@ -86,7 +135,8 @@ absl::Status Serve(const RouterConfig& config) {
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<Acceptor> acceptor, Acceptor::Create(config));
   ClusterView view(config, RealClock());
   Router router(config, acceptor.get(), &view, &metrics, RealClock());
-  GenerationRpc generation(&router);
+  Timekeeper keeper(config.request_timeout + kAnswerTime);
+  GenerationRpc generation(&router, &keeper);
   rpc::ServerOptions options;
   options.address = config.listen;
   // Every active and every waiting request has a thread, and some are left for status and health.
@@ -104,7 +154,7 @@ absl::Status Serve(const RouterConfig& config) {
   LogInfo("listening", {{"address", server->address()},
                         {"metrics", metrics_address},
                         {"incarnation", absl::StrFormat("%016x", view.incarnation())}});
-  const int signal = WatchUntilSignal(router, *server, start);
+  const int signal = WatchUntilSignal(router, keeper, *server, start);
   LogInfo("stopping", {{"signal", signal}, {"active_requests", router.active()}});
   server->SetReady(false);
   const absl::Time patience = absl::Now() + config.stop_patience;
