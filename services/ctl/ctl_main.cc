@@ -26,10 +26,10 @@ struct Flags {
   std::string server = "127.0.0.1:7100";
   double timeout_seconds = 600;
   bool json = false;
-  std::string message;
-  std::string messages;
+  std::optional<std::string> message;
+  std::optional<std::string> messages;
   std::string text;
-  std::string tokens;
+  std::optional<std::string> tokens;
   bool thinking = false;
   std::string effort;
   std::string request_id;
@@ -67,7 +67,7 @@ const char* ReasonName(v1::FinishReason reason) {
 
 absl::StatusOr<std::string> ReadWhole(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read \"", path, "\""));
   std::stringstream text;
   text << file.rdbuf();
   return text.str();
@@ -128,18 +128,18 @@ absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conve
 absl::Status RunChat(const Flags& flags) {
   rpc::RouterClient client(flags.server);
   Json conversation = {{"messages", Json::array()}};
-  if (!flags.messages.empty()) {
-    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(flags.messages));
-    ISTHMUS_ASSIGN_OR_RETURN(conversation, text::ParseChatJson(flags.messages, text));
+  if (flags.messages.has_value()) {
+    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(*flags.messages));
+    ISTHMUS_ASSIGN_OR_RETURN(conversation, text::ParseChatJson(*flags.messages, text));
     if (!conversation.is_object() || !conversation.contains("messages") ||
         !conversation["messages"].is_array()) {
       return absl::InvalidArgumentError(
-          absl::StrCat(flags.messages, ": want an object with a list of messages"));
+          absl::StrCat(*flags.messages, ": want an object with a list of messages"));
     }
     return ChatOnce(client, flags, conversation);
   }
-  if (!flags.message.empty()) {
-    conversation["messages"].push_back({{"role", "user"}, {"content", flags.message}});
+  if (flags.message.has_value()) {
+    conversation["messages"].push_back({{"role", "user"}, {"content", *flags.message}});
     return ChatOnce(client, flags, conversation);
   }
   std::string line;
@@ -155,16 +155,16 @@ absl::Status RunGenerate(const Flags& flags) {
   v1::GenerateRequest request;
   request.set_request_id(flags.request_id);
   *request.mutable_sampling() = SamplingOf(flags);
-  const bool prints_ids = !flags.tokens.empty();
+  const bool prints_ids = flags.tokens.has_value();
   if (prints_ids) {
-    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(flags.tokens));
+    ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(*flags.tokens));
     std::istringstream ids(text);
     std::string word;
     while (ids >> word) {
       uint32_t id = 0;
       if (!absl::SimpleAtoi(word, &id)) {
         return absl::InvalidArgumentError(
-            absl::StrCat(flags.tokens, ": \"", word, "\" is not a token id"));
+            absl::StrCat(*flags.tokens, ": \"", word, "\" is not a token id"));
       }
       request.mutable_token_ids()->add_ids(id);
     }
@@ -234,11 +234,19 @@ absl::Status RunStatus(const Flags& flags) {
   return absl::OkStatus();
 }
 
+// CLI11 alone would take -1 and what exceeds 64 bits for the largest number.
+std::string SeedProblem(const std::string& text) {
+  uint64_t seed = 0;
+  if (absl::SimpleAtoi(text, &seed)) return "";
+  return absl::StrCat("\"", text, "\" is not a number from 0 to 18446744073709551615");
+}
+
 void AddSampling(CLI::App* command, Flags& flags) {
   command->add_option("--temperature", flags.temperature, "0 is greedy")->capture_default_str();
   command->add_option("--top-p", flags.top_p, "Share of probability kept")->capture_default_str();
   command->add_option("--top-k", flags.top_k, "Tokens kept; 0: all")->capture_default_str();
-  command->add_option("--seed", flags.seed, "Seed of the sampler; absent: a random one");
+  command->add_option("--seed", flags.seed, "Seed of the sampler; absent: a random one")
+      ->check(SeedProblem);
   command->add_option("--max-tokens", flags.max_tokens, "Output tokens at most")
       ->capture_default_str();
   command->add_option("--request-id", flags.request_id, "Name of the request in logs");

@@ -148,7 +148,9 @@ void AddBenchCommand(CLI::App& app, absl::Status& status) {
   command->add_option("--rounds", flags->rounds, "Measured rounds, after one that is not")
       ->capture_default_str();
   command->add_option("--batch", flags->batch, "Sequences")->capture_default_str();
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  command->add_option("--threads", flags->threads, "0: one per processor")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
   command->add_option("--json", flags->json, "File for the record");
   command->callback([flags, &status] { status = RunBench(*flags); });
 }

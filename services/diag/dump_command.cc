@@ -62,7 +62,9 @@ void AddDumpCommand(CLI::App& app, absl::Status& status) {
       ->capture_default_str();
   command->add_option("--input-streams", flags->input_streams,
                       "File with layerN.streams; layer N + 1 starts from it");
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  command->add_option("--threads", flags->threads, "0: one per processor")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
   command->add_option("--out", flags->out, "File to write")->required();
   command->callback([flags, &status] { status = RunDumpCommand(*flags); });
 }

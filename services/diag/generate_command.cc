@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "CLI/CLI.hpp"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "services/base/status_macros.h"
@@ -21,8 +22,8 @@ namespace {
 struct GenerateFlags {
   std::string checkpoint;
   std::string message;
-  std::string messages;
-  std::string tokens;
+  std::optional<std::string> messages;
+  std::optional<std::string> tokens;
   std::string arithmetic = "reference";
   bool thinking = false;
   bool json = false;
@@ -42,7 +43,8 @@ void PrintFigures(int64_t prompt_tokens, int64_t output_tokens, double ttft, dou
 }
 
 absl::Status GenerateFromTokens(LocalEngine& local, const GenerateFlags& flags) {
-  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(flags.tokens));
+  // NOLINTNEXTLINE(bugprone-unchecked-optional-access): the caller saw that it is given.
+  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(*flags.tokens));
   const auto prompt_tokens = static_cast<int64_t>(prompt.size());
   std::vector<int32_t> output;
   ISTHMUS_ASSIGN_OR_RETURN(
@@ -66,14 +68,14 @@ absl::Status GenerateFromTokens(LocalEngine& local, const GenerateFlags& flags) 
 }
 
 absl::StatusOr<nlohmann::ordered_json> ReadBody(const GenerateFlags& flags) {
-  if (flags.messages.empty()) {
+  if (!flags.messages.has_value()) {
     return nlohmann::ordered_json{{"messages", {{{"role", "user"}, {"content", flags.message}}}}};
   }
-  std::ifstream file(flags.messages);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", flags.messages));
+  std::ifstream file(*flags.messages);
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read \"", *flags.messages, "\""));
   std::stringstream text;
   text << file.rdbuf();
-  return text::ParseChatJson(flags.messages, text.str());
+  return text::ParseChatJson(*flags.messages, text.str());
 }
 
 absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags) {
@@ -92,6 +94,13 @@ absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags) {
   return absl::OkStatus();
 }
 
+// CLI11 alone would take -1 and what exceeds 64 bits for the largest number.
+std::string SeedProblem(const std::string& text) {
+  uint64_t seed = 0;
+  if (absl::SimpleAtoi(text, &seed)) return "";
+  return absl::StrCat("\"", text, "\" is not a number from 0 to 18446744073709551615");
+}
+
 absl::Status RunGenerate(const GenerateFlags& flags) {
   LocalEngineOptions options;
   options.checkpoint = flags.checkpoint;
@@ -102,7 +111,8 @@ absl::Status RunGenerate(const GenerateFlags& flags) {
   options.max_sequences = 1;
   options.threads = flags.threads;
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalEngine> local, LocalEngine::Create(options));
-  return flags.tokens.empty() ? GenerateFromChat(*local, flags) : GenerateFromTokens(*local, flags);
+  return flags.tokens.has_value() ? GenerateFromTokens(*local, flags)
+                                  : GenerateFromChat(*local, flags);
 }
 
 }  // namespace
@@ -126,16 +136,22 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
       ->capture_default_str();
   command->add_option("--top-p", flags->sampling.top_p, "In (0, 1]")->capture_default_str();
   command->add_option("--top-k", flags->sampling.top_k, "0: no limit")->capture_default_str();
-  command->add_option("--seed", flags->sampling.seed, "Of the sampler")->capture_default_str();
-  command->add_option("--index-topk", flags->index_topk,
-                      "Entries that the indexer chooses, instead of the checkpoint's");
+  command->add_option("--seed", flags->sampling.seed, "Of the sampler")
+      ->check(SeedProblem)
+      ->capture_default_str();
+  command
+      ->add_option("--index-topk", flags->index_topk,
+                   "Entries that the indexer chooses, instead of the checkpoint's")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command->add_option("--chunk", flags->chunk, "Prompt tokens in one step")
       ->check(CLI::Range(int64_t{1}, int64_t{65536}))
       ->capture_default_str();
   command->add_option("--max-context", flags->max_context, "Tokens that the cache has room for")
       ->check(CLI::Range(int64_t{256}, int64_t{1} << 20))
       ->capture_default_str();
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  command->add_option("--threads", flags->threads, "0: one per processor")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
   command->add_flag("--json", flags->json, "Print the parsed message as JSON");
   command->callback([flags, &status] { status = RunGenerate(*flags); });
 }

@@ -93,11 +93,15 @@ void AddRecallCommand(CLI::App& app, absl::Status& status) {
   command->add_option("--checkpoint", flags->checkpoint, "Checkpoint directory: run locally");
   command->add_option("--server", flags->server, "host:port of a router");
   command->add_option("--cases", flags->cases, "JSON file with a list of cases")->required();
-  command->add_option("--index-topk", flags->index_topk,
-                      "Entries that the indexer chooses, instead of the checkpoint's");
+  command
+      ->add_option("--index-topk", flags->index_topk,
+                   "Entries that the indexer chooses, instead of the checkpoint's")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command->add_option("--limit", flags->limit, "Run the first N cases; 0: all")
       ->capture_default_str();
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  command->add_option("--threads", flags->threads, "0: one per processor")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
   command->add_option("--json", flags->json, "File for the results")->required();
   command->callback([flags, &status] { status = RunRecall(*flags); });
 }
