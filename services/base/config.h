@@ -131,7 +131,8 @@ class ConfigFields {
 
   // The visitor that VisitFields calls; not for other callers.
   template <typename T, typename Constraint>
-  void operator()(absl::string_view name, T& field, Constraint constraint, absl::string_view help) {
+  void operator()(absl::string_view name, T& field, const Constraint& constraint,
+                  absl::string_view help) {
     ConfigField entry;
     entry.name = std::string(name);
     entry.type = config_internal::TypeName(field);

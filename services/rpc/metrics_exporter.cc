@@ -109,7 +109,7 @@ absl::StatusOr<std::string> MetricsExporter::Listen(const std::string& address) 
         absl::StrCat("cannot serve metrics on ", address, ": ", error.what()));
   }
   state_->exposer->RegisterCollectable(state_->registry);
-  const std::string bound = WithPort(address, state_->exposer->GetListeningPorts().front());
+  std::string bound = WithPort(address, state_->exposer->GetListeningPorts().front());
   if (!IsLoopback(address)) {
     LogWarning("other machines can read the metrics, and there is no TLS", {{"address", bound}});
   }
