@@ -25,8 +25,9 @@ namespace {
 
 // How often readiness is computed anew; a start is noticed as fast.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(50);
-// The router answers DEADLINE_EXCEEDED at the request timeout; past this it cannot.
-constexpr absl::Duration kAnswerTime = absl::Seconds(2);
+// The router answers DEADLINE_EXCEEDED at the request timeout, or when a worker that hangs has not
+// let itself be cancelled for ten seconds more; past this it cannot.
+constexpr absl::Duration kAnswerTime = absl::Seconds(15);
 
 // Ends calls at the request timeout whatever their thread waits for: a write to a client that has
 // stopped reading would otherwise last as long as that client's connection.
