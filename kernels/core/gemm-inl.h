@@ -300,7 +300,7 @@ HWY_INLINE void Item(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
   }
 }
 
-void GemmItemT(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
+inline void GemmItemT(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
   switch (plan.w.format) {
     case WeightFormat::kF32:
       return Item<WeightFormat::kF32>(plan, item, scratch);
@@ -315,10 +315,10 @@ void GemmItemT(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
   }
 }
 
-int64_t GemmTileRowsT() { return kTileRows; }
+inline int64_t GemmTileRowsT() { return kTileRows; }
 
 // out[k][kTileRows] of tile `tile`; rows beyond the last are zero.
-void PackTileT(const MatrixView& x, int64_t tile, float* out) {
+inline void PackTileT(const MatrixView& x, int64_t tile, float* out) {
   for (int64_t r = 0; r < kTileRows; ++r) {
     const int64_t row = tile * kTileRows + r;
     if (row >= x.rows) {
