@@ -64,7 +64,7 @@ absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& cli
   const uint32_t end_token_id = placement.decode_card.values().end_token_id();
   Attempt attempt(&request, std::move(placement), view_->incarnation(), clock_,
                   client.is_cancelled);
-  const absl::Status status = attempt.HandOver();
+  absl::Status status = attempt.HandOver();
   if (!status.ok()) {
     metrics_->Add(kHandoffFailures, 1);
     return status;
