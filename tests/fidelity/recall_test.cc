@@ -28,6 +28,7 @@ namespace {
 using nlohmann::ordered_json;
 
 // The long cases take hours on two cores; the CTest entry of the label nightly asks for them.
+// NOLINTNEXTLINE(concurrency-mt-unsafe): nothing in a test writes the environment.
 bool IsNightly() { return std::getenv("ISTHMUS_NIGHTLY") != nullptr; }
 
 struct Model {
@@ -153,7 +154,8 @@ TEST_F(EarlyIndexerTest, WholeTableAgrees) {
     const auto tally = Run(index_topk, 0);
     ASSERT_TRUE(tally.ok()) << tally.status();
     std::cout << "index_topk " << index_topk << ": " << tally->passed << " of " << tally->run
-              << ", recorded " << tally->recorded_passes << std::endl;
+              << ", recorded " << tally->recorded_passes << "\n"
+              << std::flush;
     EXPECT_NEAR(tally->passed, tally->recorded_passes, 4) << "index_topk " << index_topk;
     as_recorded += tally->as_recorded;
     run += tally->run;
