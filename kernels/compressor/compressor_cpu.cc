@@ -71,7 +71,7 @@ HWY_EXPORT(NormT);
 HWY_EXPORT(AddRowT);
 
 // An entry that completes in this chunk.
-struct NewEntry {
+struct CompletedEntry {
   int32_t sequence = 0;
   int64_t j = 0;
 };
@@ -169,7 +169,7 @@ absl::Status LaunchCompressorCpu(const CompressorArgs& args, const Exec& exec) {
   for (const SequenceKv& seq : args.sequences) {
     num_entries += NewEntries(seq.start_position, seq.start_position + seq.num_rows, args.ratio);
   }
-  auto* entries = scope.Take<NewEntry>(std::max<int64_t>(1, num_entries));
+  auto* entries = scope.Take<CompletedEntry>(std::max<int64_t>(1, num_entries));
   auto* values = scope.Take<float>(NumThreads(exec) * args.dim);
   int64_t next = 0;
   for (size_t i = 0; i < args.sequences.size(); ++i) {
@@ -189,7 +189,7 @@ absl::Status LaunchCompressorCpu(const CompressorArgs& args, const Exec& exec) {
   });
   ParallelFor(exec, num_entries, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {
-      const NewEntry& entry = entries[i];
+      const CompletedEntry& entry = entries[i];
       float* z = args.entries != nullptr ? args.entries + i * args.dim : values + thread * args.dim;
       CompressEntry(args, args.sequences[static_cast<size_t>(entry.sequence)], entry.j, z);
     }
