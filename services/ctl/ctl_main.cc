@@ -295,4 +295,5 @@ int Main(int argc, const char* const* argv) {
 }  // namespace
 }  // namespace isthmus::ctl
 
+// NOLINTNEXTLINE(bugprone-exception-escape): an unforeseen exception ends the program.
 int main(int argc, char** argv) { return isthmus::ctl::Main(argc, argv); }
