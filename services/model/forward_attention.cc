@@ -201,13 +201,46 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
   return absl::OkStatus();
 }
 
+// Specification 3.7, queries: `q` [rows, heads * dim] as the keys are stored, `weights` [rows,
+// heads].
+absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const MatrixView& weights,
+                                      Step& step) const {
+  const ModelConfig& config = weights_->config();
+  const LayerWeights& w = weights_->layer(layer);
+  ISTHMUS_CHECK(w.indexer.has_value());
+  const IndexerWeights& indexer = *w.indexer;
+  const bool reference = arithmetic_ == Arithmetic::kReference;
+  const int64_t heads = config.index_n_heads;
+  const int64_t dim = config.index_head_dim;
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = step.query_latent, .weight = indexer.wq_b, .out = q, .round_output = reference},
+      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
+                                         .head_dim = dim,
+                                         .positions = step.positions,
+                                         .frequency = compressed_frequency_,
+                                         .arithmetic = arithmetic_},
+                                        step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(q, heads, dim, arithmetic_, step.exec));
+  step.Emit(layer, "index_q", q, {step.rows, heads, dim});
+  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
+      {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
+      step.exec));
+  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
+  for (int64_t i = 0; i < step.rows * heads; ++i) {
+    float& value = weights.f32(0)[i];
+    value = reference ? kernels::RoundBf16(value * scale) : value * scale;
+  }
+  step.Emit(layer, "index_weights", weights);
+  return absl::OkStatus();
+}
+
 // Specification 3.8: index keys of the entries, then the entries each query attends to.
 absl::Status ModelForward::Select(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
   ISTHMUS_CHECK(w.indexer.has_value());
   const IndexerWeights& indexer = *w.indexer;
-  const bool reference = arithmetic_ == Arithmetic::kReference;
   const int64_t heads = config.index_n_heads;
   const int64_t dim = config.index_head_dim;
   const MatrixView u = step.Take(step.rows, 2 * dim);
@@ -240,29 +273,12 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   if (step.has_tap() && added > 0) step.Emit(layer, "index_keys", keys);
 
   const int64_t max_entries = MaxEntries(step.batch, w.ratio);
-  if (max_entries == 0) return absl::OkStatus();
+  // A tap wants the query of every row, those that have nothing to choose from included.
+  if (max_entries == 0 && !step.has_tap()) return absl::OkStatus();
   const MatrixView q = step.Take(step.rows, heads * dim);
   const MatrixView weights = step.Take(step.rows, heads);
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = step.query_latent, .weight = indexer.wq_b, .out = q, .round_output = reference},
-      step.exec));
-  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
-                                         .head_dim = dim,
-                                         .positions = step.positions,
-                                         .frequency = compressed_frequency_,
-                                         .arithmetic = arithmetic_},
-                                        step.exec));
-  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(q, heads, dim, arithmetic_, step.exec));
-  step.Emit(layer, "index_q", q, {step.rows, heads, dim});
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
-      step.exec));
-  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
-  for (int64_t i = 0; i < step.rows * heads; ++i) {
-    float& value = weights.f32(0)[i];
-    value = reference ? kernels::RoundBf16(value * scale) : value * scale;
-  }
-  step.Emit(layer, "index_weights", weights);
+  ISTHMUS_RETURN_IF_ERROR(QueryIndex(layer, q, weights, step));
+  if (max_entries == 0) return absl::OkStatus();
 
   step.max_selected = std::min<int64_t>(config.index_topk, max_entries);
   step.selected = step.scope.Take<int32_t>(step.rows * step.max_selected);

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "kernels/core/workspace.h"
+#include "services/model/tap.h"
 #include "services/model/testing/page_store.h"
 
 namespace isthmus::model {
@@ -96,6 +97,39 @@ TEST_P(ForwardTest, NeighboursInABatchChangeNothing) {
                         exec_)
                   .ok());
   EXPECT_TRUE(SameBits(logits, LastLogits(mine, {21})));
+}
+
+TEST_P(ForwardTest, ATapSeesTheIndexQueryOfEveryRow) {
+  const std::vector<int32_t> tokens = Tokens(3);  // Too few for an entry of any layer.
+  PageStore store(forward_->layout(), 3);
+  const kernels::SequenceKv view = store.View(0, 0, 3);
+  int num_queries = 0;
+  int num_weights = 0;
+  Tap tap;
+  tap.on_tensor = [&](const TapTensor& tensor) {
+    EXPECT_NE(tensor.name, "index_scores");
+    EXPECT_NE(tensor.name, "topk");
+    if (tensor.name == "index_q") ++num_queries;
+    if (tensor.name == "index_weights") ++num_weights;
+    if (tensor.name.substr(0, 5) == "index") {
+      EXPECT_EQ(tensor.shape[0], 3) << tensor.name;
+    }
+  };
+  ASSERT_TRUE(forward_
+                  ->Run({.tokens = tokens,
+                         .sequences = {&view, 1},
+                         .logit_rows = {},
+                         .logits = {},
+                         .tap = &tap},
+                        exec_)
+                  .ok());
+  int num_indexers = 0;
+  for (int layer = 0; layer < BundledWeights().config().num_hidden_layers; ++layer) {
+    if (BundledWeights().layer(layer).ratio == 4) ++num_indexers;
+  }
+  EXPECT_GT(num_indexers, 0);
+  EXPECT_EQ(num_queries, num_indexers);
+  EXPECT_EQ(num_weights, num_indexers);
 }
 
 TEST_P(ForwardTest, RefusesWhatItCannotRunWithBothValues) {
