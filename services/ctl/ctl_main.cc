@@ -287,9 +287,15 @@ int Main(int argc, const char* const* argv) {
 
   CLI::App* status = app.add_subcommand("status", "What the router knows about the cluster");
   if (const std::optional<int> code = ParseCommandLine(app, argc, argv)) return *code;
-  if (*chat) return Report(RunChat(flags));
-  if (*generate) return Report(RunGenerate(flags));
-  return *status ? Report(RunStatus(flags)) : 2;
+  absl::Status result = *chat       ? RunChat(flags)
+                        : *generate ? RunGenerate(flags)
+                        : *status   ? RunStatus(flags)
+                                    : absl::InvalidArgumentError("no such command");
+  // An answer that did not arrive is no success: a full disk, a closed pipe.
+  if (result.ok() && !std::cout.flush()) {
+    result = absl::UnavailableError("stdout: cannot write the whole answer");
+  }
+  return Report(result);
 }
 
 }  // namespace

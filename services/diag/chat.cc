@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/diag/chat.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,13 +12,22 @@
 
 namespace isthmus::diag {
 
-absl::StatusOr<TokenRun> RunTokens(engine::Engine& engine, std::vector<int32_t> prompt,
+absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
                                    const std::function<void(int32_t)>& on_token) {
   const absl::Time start = RealClock().Now();
+  const int64_t room = local.cache_tokens() - static_cast<int64_t>(prompt.size());
+  if (room < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("prompt: it has ", prompt.size(),
+                                                   " tokens, the cache has room for ",
+                                                   local.cache_tokens(), " with the output"));
+  }
+  engine::SamplingParams bounded = sampling;
+  bounded.max_tokens = std::min(sampling.max_tokens, room);
   TokenRun run;
+  engine::Engine& engine = local.engine();
   ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence,
-                           engine.Admit("local", std::move(prompt), sampling));
+                           engine.Admit("local", std::move(prompt), bounded));
   engine::Sequence* const one = &sequence;
   while (!sequence.is_finished()) {
     const int64_t before = sequence.num_output_tokens();
@@ -63,7 +73,7 @@ absl::StatusOr<ChatReply> LocalChat::Chat(const ChatRequest& request,
   const int32_t eos = local_->weights().config().eos_token_id;
   ISTHMUS_ASSIGN_OR_RETURN(
       const TokenRun run,
-      RunTokens(local_->engine(), std::move(prompt), request.sampling, [&](int32_t token) {
+      RunTokens(*local_, std::move(prompt), request.sampling, [&](int32_t token) {
         if (token == eos) return;
         const std::string text = detokenizer.Push(token);
         reply.text += text;

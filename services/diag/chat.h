@@ -54,13 +54,14 @@ class LocalChat {
 };
 
 // Runs `prompt` to its end. `on_token` is called for every output token, the end token included.
+// InvalidArgument: the prompt leaves no room in the cache; a reply that fills it ends as kLength.
 struct TokenRun {
   int64_t output_tokens = 0;
   engine::FinishReason finish = engine::FinishReason::kNone;
   double ttft_seconds = 0.0;
   double seconds = 0.0;
 };
-absl::StatusOr<TokenRun> RunTokens(engine::Engine& engine, std::vector<int32_t> prompt,
+absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
                                    const std::function<void(int32_t)>& on_token);
 

@@ -47,12 +47,12 @@ absl::Status GenerateFromTokens(LocalEngine& local, const GenerateFlags& flags) 
   ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(*flags.tokens));
   const auto prompt_tokens = static_cast<int64_t>(prompt.size());
   std::vector<int32_t> output;
-  ISTHMUS_ASSIGN_OR_RETURN(
-      const TokenRun run,
-      RunTokens(local.engine(), std::move(prompt), flags.sampling, [&](int32_t token) {
-        output.push_back(token);
-        if (!flags.json) std::cout << (output.size() == 1 ? "" : " ") << token << std::flush;
-      }));
+  ISTHMUS_ASSIGN_OR_RETURN(const TokenRun run,
+                           RunTokens(local, std::move(prompt), flags.sampling, [&](int32_t token) {
+                             output.push_back(token);
+                             if (!flags.json)
+                               std::cout << (output.size() == 1 ? "" : " ") << token << std::flush;
+                           }));
   if (flags.json) {
     const nlohmann::ordered_json reply = {{"tokens", output},
                                           {"finish_reason", engine::FinishReasonName(run.finish)},
@@ -111,8 +111,11 @@ absl::Status RunGenerate(const GenerateFlags& flags) {
   options.max_sequences = 1;
   options.threads = flags.threads;
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalEngine> local, LocalEngine::Create(options));
-  return flags.tokens.has_value() ? GenerateFromTokens(*local, flags)
-                                  : GenerateFromChat(*local, flags);
+  ISTHMUS_RETURN_IF_ERROR(flags.tokens.has_value() ? GenerateFromTokens(*local, flags)
+                                                   : GenerateFromChat(*local, flags));
+  // A reply that did not arrive is no success: a full disk, a closed pipe.
+  if (!std::cout.flush()) return absl::UnavailableError("stdout: cannot write the whole reply");
+  return absl::OkStatus();
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
   const int processors = static_cast<int>(std::thread::hardware_concurrency());
   local->threads_ = std::make_unique<ThreadPool>(
       options.threads > 0 ? options.threads : std::clamp(processors, 1, 64));
+  local->cache_tokens_ = options.max_tokens;
   local->exec_.threads = local->threads_.get();
   local->exec_.workspace = &local->workspace_;
   model::WeightOptions weight_options;

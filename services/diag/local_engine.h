@@ -36,6 +36,7 @@ class LocalEngine {
   model::ModelForward& forward() { return *forward_; }
   kv::CachePool& pool() { return *pool_; }
   engine::Engine& engine() { return *engine_; }
+  int64_t cache_tokens() const { return cache_tokens_; }  // Of all sequences together.
   // Threads and scratch memory of this engine.
   const kernels::Exec& exec() const { return exec_; }
 
@@ -45,6 +46,7 @@ class LocalEngine {
   std::unique_ptr<ThreadPool> threads_;
   kernels::Workspace workspace_;
   kernels::Exec exec_;
+  int64_t cache_tokens_ = 0;
   std::unique_ptr<model::Weights> weights_;
   std::unique_ptr<model::ModelForward> forward_;
   std::unique_ptr<kv::CachePool> pool_;

@@ -63,6 +63,11 @@ absl::Status RunRecall(const RecallFlags& flags) {
   if (flags.checkpoint.empty() == flags.server.empty()) {
     return absl::InvalidArgumentError("give either --checkpoint or --server");
   }
+  if (!flags.server.empty() && flags.index_topk.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--index-topk is ", *flags.index_topk,
+                     ", but behind --server the workers' model.index_topk decides"));
+  }
   ISTHMUS_ASSIGN_OR_RETURN(const nlohmann::ordered_json cases, ReadCases(flags.cases));
   ISTHMUS_ASSIGN_OR_RETURN(const Backend backend, OpenBackend(flags));
   const size_t count =
@@ -79,7 +84,7 @@ absl::Status RunRecall(const RecallFlags& flags) {
   }
   std::ofstream file(flags.json);
   file << ResultsJson(results).dump(1) << "\n";
-  if (!file) return absl::UnavailableError(absl::StrCat("cannot write ", flags.json));
+  if (!file.flush()) return absl::UnavailableError(absl::StrCat("cannot write ", flags.json));
   std::cout << passed << " of " << count << " passed\n";
   if (passed == count) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(count - passed, " of ", count, " cases failed"));
@@ -98,6 +103,7 @@ void AddRecallCommand(CLI::App& app, absl::Status& status) {
                    "Entries that the indexer chooses, instead of the checkpoint's")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command->add_option("--limit", flags->limit, "Run the first N cases; 0: all")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_option("--threads", flags->threads, "0: one per processor")
       ->check(CLI::Range(0, 256))
