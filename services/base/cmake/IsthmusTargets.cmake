@@ -25,6 +25,7 @@ add_compile_options(-Wall -Wextra -Wshadow -Werror -march=x86-64-v3 -maes -mpclm
                     -ffp-contract=off -fno-omit-frame-pointer)
 add_compile_definitions(HWY_DISABLED_TARGETS=HWY_AVX3_DL)
 if(ISTHMUS_SANITIZE)
+  set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
   add_compile_options(-fsanitize=${ISTHMUS_SANITIZE} -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${ISTHMUS_SANITIZE})
 endif()
