@@ -385,7 +385,13 @@ absl::Status UcxTransport::Post(Peer& peer, const v1::TransferEndpoint& target,
       if (!status.ok()) break;
     }
     const v1::RegionCard& region = target.regions(static_cast<int>(span.region));
-    ucp_rkey_h key = peer.keys[span.region];
+    // The keys are those of the first endpoint of this incarnation that we were shown.
+    ucp_rkey_h key = span.region < peer.keys.size() ? peer.keys[span.region] : nullptr;
+    if (key == nullptr) {
+      status = absl::InvalidArgumentError(
+          absl::StrCat("region ", span.region, " has no key, the peer gave ", peer.keys.size()));
+      break;
+    }
     void* request =
         ucp_put_nbx(peer.endpoint, span.bytes.data(), span.bytes.size(),
                     region.base_address() + span.unit * region.unit_bytes(), key, &param);

@@ -40,6 +40,19 @@ engine::SamplingParams SamplingOf(const v1::SamplerState& state) {
   return params;
 }
 
+absl::Duration LeaseOf(const v1::KvReservation& reservation) {
+  return absl::Seconds(reservation.lease().seconds()) +
+         absl::Nanoseconds(reservation.lease().nanos());
+}
+
+absl::Status LeaseIsOver(absl::Duration lease, absl::Duration computed) {
+  return WithFaultScope(
+      absl::AbortedError(absl::StrCat("reservation.lease: is ", absl::FormatDuration(lease),
+                                      ", the prompt took ", absl::FormatDuration(computed),
+                                      "; its pages are not written any more")),
+      FaultScope::kRequest);
+}
+
 // What the loop hands back to the waiting RPC thread.
 struct Outcome {
   engine::Sequence sequence;
@@ -50,6 +63,7 @@ struct Outcome {
 
 absl::StatusOr<v1::KvHandoff> PrefillService::Prefill(const v1::PrefillCall& call,
                                                       const CallScope& scope) {
+  const absl::Time received = worker_->clock().Now();
   ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_PREFILL));
   // Before any work: a reservation that cannot be filled must not cost a prefill.
   ISTHMUS_RETURN_IF_ERROR(transfer::CheckTarget(call.reservation(), call.target(),
@@ -62,7 +76,11 @@ absl::StatusOr<v1::KvHandoff> PrefillService::Prefill(const v1::PrefillCall& cal
   ISTHMUS_ASSIGN_OR_RETURN(const engine::Sequence sequence, Compute(std::move(admitted), scope));
   if (scope.is_cancelled()) return absl::CancelledError("the caller left before the transfer");
   const absl::Time start = worker_->clock().Now();
-  const absl::Time deadline = std::min(scope.deadline, start + worker_->config().transfer_timeout);
+  // Past the lease the pages are somebody else's, and a one-sided write would not be noticed.
+  const absl::Duration lease = LeaseOf(call.reservation());
+  if (start >= received + lease) return LeaseIsOver(lease, start - received);
+  const absl::Time deadline =
+      std::min({scope.deadline, start + worker_->config().transfer_timeout, received + lease});
   ISTHMUS_ASSIGN_OR_RETURN(v1::KvHandoff handoff, PushPages(call, sequence, deadline));
   const absl::Duration push_time = worker_->clock().Now() - start;
   metrics_->Add(kPrefills, 1);

@@ -28,6 +28,7 @@ class PrefillService {
   // Blocks the calling thread until the pages are acknowledged or given up. InvalidArgument names
   // the bad field. ResourceExhausted: no room in the cache or the inbox. Aborted,
   // FailedPrecondition, Unavailable, DeadlineExceeded with scope peer: the transfer (sender.h).
+  // Aborted with scope request: the reservation's lease ended before the prompt was computed.
   // Cancelled: the caller left.
   absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call, const CallScope& scope);
 

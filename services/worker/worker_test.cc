@@ -272,6 +272,17 @@ TEST(WorkerTest, AnotherLayoutCostsNoPrefillAndNoByte) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("kv layout differs"));
 }
 
+TEST(WorkerTest, NothingIsWrittenPastTheLease) {
+  WorkerConfig hasty = TinyConfig();
+  hasty.reservation_lease = absl::Nanoseconds(1);
+  Workers workers(hasty);
+  const auto reservation = workers.decode_service->Reserve(workers.ReserveCall());
+  ASSERT_TRUE(reservation.ok()) << reservation.status();
+  const absl::Status status = workers.Prefill(workers.PrefillCall(*reservation)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("reservation.lease: is 1ns"));
+}
+
 TEST(WorkerTest, UnknownPatchesAndMissingCheckpointsAreNamed) {
   WorkerConfig config = TinyConfig();
   config.patches["no.such_patch"] = true;
