@@ -85,6 +85,15 @@ TEST(StatusTest, AWorkerErrorKeepsItsScope) {
   EXPECT_EQ(FaultScopeOf(back), FaultScope::kPeer);
 }
 
+TEST(ServerTest, RefusesAnAddressWithoutARealPort) {
+  for (const char* address :
+       {"127.0.0.1:99999", "127.0.0.1", "127.0.0.1:http", "127.0.0.1:-1", ""}) {
+    const absl::Status status = RpcServer::Start({.address = address}, {}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << address;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(address));
+  }
+}
+
 TEST(WorkerClientTest, CallsAndAnswers) {
   Fixture fixture;
   v1::ReserveCall call;

@@ -10,6 +10,7 @@
 
 #include <chrono>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "services/base/log.h"
 #include "services/rpc/channel.h"
@@ -26,6 +27,15 @@ void RouteGrpcLog() {
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
     const ServerOptions& options, const std::vector<grpc::Service*>& services) {
+  // gRPC would take port 99999 for 34463, and a name for a port.
+  const size_t colon = options.address.rfind(':');
+  uint32_t wanted_port = 0;
+  if (colon == std::string::npos ||
+      !absl::SimpleAtoi(absl::string_view(options.address).substr(colon + 1), &wanted_port) ||
+      wanted_port > 65535) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "listen: is \"", options.address, "\", want host:port with a port from 0 to 65535"));
+  }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ResourceQuota quota("server");
   quota.SetMaxThreads(options.max_threads);

@@ -31,8 +31,8 @@ void RouteGrpcLog();
 class RpcServer {
  public:
   // Listens and serves at once; not ready yet. `services` must outlive the server. Warns when other
-  // machines can reach the address, since there is no TLS. Unavailable: the address is taken or
-  // does not exist.
+  // machines can reach the address, since there is no TLS. InvalidArgument: it is not host:port.
+  // Unavailable: the address is taken or does not exist.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(
       const ServerOptions& options, const std::vector<grpc::Service*>& services);
   ~RpcServer();
