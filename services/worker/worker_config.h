@@ -30,7 +30,7 @@ struct WorkerConfig {
   std::string transfer_devices = "lo";
   absl::Duration transfer_timeout = absl::Seconds(10);
   absl::Duration reservation_lease = absl::Minutes(2);
-  absl::Duration quarantine_time = absl::Seconds(1);
+  absl::Duration quarantine_time = absl::Seconds(12);
   absl::Duration stop_patience = absl::Seconds(5);
   std::map<std::string, bool> patches;
 
@@ -74,7 +74,8 @@ struct WorkerConfig {
           "From reserving pages to the handoff. Past it they are taken back: ABORTED.");
     visit("quarantine_time", quarantine_time,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Minutes(10)},
-          "How long pages stay unused when a write into them may still be under way.");
+          "How long pages stay unused when a write into them may still be under way: longer than "
+          "transfer.timeout of the prefill workers.");
     visit("stop_patience", stop_patience,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
           "From SIGTERM to the end of calls that still run.");

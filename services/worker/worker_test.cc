@@ -179,6 +179,9 @@ TEST(WorkerTest, ALeaseEndsAndItsPagesComeOutOfQuarantine) {
   EXPECT_FALSE(workers.AllFree());  // A write might still land.
   const absl::Status late = workers.decode_service->Handoff(workers.HandoffCall(handoff)).status();
   EXPECT_EQ(late.code(), absl::StatusCode::kAborted);
+  workers.clock.Sleep(absl::Seconds(11));  // Longer than a push may take.
+  workers.decode_service->Sweep();
+  EXPECT_FALSE(workers.AllFree());
   workers.clock.Sleep(absl::Seconds(2));
   workers.decode_service->Sweep();
   EXPECT_TRUE(workers.AllFree());
