@@ -31,9 +31,11 @@ constexpr absl::Duration kReplyPatience = absl::Minutes(3);
 // Three processes, or the workers of another cluster with a router of their own.
 class Cluster {
  public:
-  Cluster(const std::vector<std::string>& prefill_set, const std::vector<std::string>& decode_set,
+  Cluster(const std::vector<std::string>& prefill_set, std::vector<std::string> decode_set,
           const std::vector<std::string>& router_set) {
     prefill = Start(ISTHMUS_PREFILL_BINARY, "prefill", prefill_set);
+    // Pages of a client that left come back soon; nothing here can write into them any more.
+    decode_set.push_back("quarantine_time=1s");
     decode = Start(ISTHMUS_DECODE_BINARY, "decode", decode_set);
     prefill_address = prefill->WaitForAddress(kStartPatience);
     decode_address = decode->WaitForAddress(kStartPatience);
