@@ -23,6 +23,10 @@ endif()
 # is contracted behind our back (kernels/decisions/0001-summation-order.md).
 add_compile_options(-Wall -Wextra -Wshadow -Werror -march=x86-64-v3 -maes -mpclmul
                     -ffp-contract=off -fno-omit-frame-pointer)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  # libstdc++ 12's own std::stable_sort uses a function that it deprecates.
+  add_compile_options(-Wno-deprecated-declarations)
+endif()
 add_compile_definitions(HWY_DISABLED_TARGETS=HWY_AVX3_DL)
 if(ISTHMUS_SANITIZE)
   set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
