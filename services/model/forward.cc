@@ -150,6 +150,40 @@ absl::Status ModelForward::Embed(const ForwardBatch& batch, Step& step) const {
   return absl::OkStatus();
 }
 
+absl::Status ModelForward::MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
+                                 Step& step) const {
+  const ModelConfig& config = weights_->config();
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::HyperConnectionPre({.streams = step.streams,
+                                   .fn = hc.fn,
+                                   .scale = hc.scale,
+                                   .base = hc.base,
+                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
+                                   .epsilon = config.rms_norm_eps,
+                                   .hc_epsilon = config.hc_eps,
+                                   .x = step.x,
+                                   .post = step.post,
+                                   .comb = step.comb,
+                                   .arithmetic = arithmetic_},
+                                  step.exec));
+  return kernels::RmsNorm({.x = step.x,
+                           .weight = norm,
+                           .out = step.x,
+                           .epsilon = config.rms_norm_eps,
+                           .arithmetic = arithmetic_},
+                          step.exec);
+}
+
+absl::Status ModelForward::MixOut(Step& step) const {
+  return kernels::HyperConnectionPost({.y = step.y,
+                                       .streams = step.streams,
+                                       .post = step.post,
+                                       .comb = step.comb,
+                                       .out = step.streams,
+                                       .arithmetic = arithmetic_},
+                                      step.exec);
+}
+
 absl::Status ModelForward::Head(const ForwardBatch& batch, Step& step) const {
   const auto rows = static_cast<int64_t>(batch.logit_rows.size());
   if (rows == 0) return absl::OkStatus();

@@ -66,6 +66,10 @@ class ModelForward : public Forward {
   ModelForward(const Weights* weights, kernels::Arithmetic arithmetic, kernels::KvLayout layout);
   absl::Status Validate(const ForwardBatch& batch) const;
   absl::Status Embed(const ForwardBatch& batch, Step& step) const;
+  // Around each half layer: the streams to its normed input, and its output back into the streams.
+  absl::Status MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
+                     Step& step) const;
+  absl::Status MixOut(Step& step) const;
   absl::Status AttentionHalf(int layer, Step& step) const;
   absl::Status Queries(int layer, const kernels::MatrixView& quantised_x, Step& step) const;
   absl::Status Compress(int layer, Step& step) const;

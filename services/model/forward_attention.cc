@@ -9,7 +9,6 @@
 #include "kernels/compressor/compressor.h"
 #include "kernels/core/formats.h"
 #include "kernels/core/quantise.h"
-#include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -53,28 +52,9 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
-  const float epsilon = config.rms_norm_eps;
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::HyperConnectionPre({.streams = step.streams,
-                                   .fn = w.hc_attn.fn,
-                                   .scale = w.hc_attn.scale,
-                                   .base = w.hc_attn.base,
-                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
-                                   .epsilon = epsilon,
-                                   .hc_epsilon = config.hc_eps,
-                                   .x = step.x,
-                                   .post = step.post,
-                                   .comb = step.comb,
-                                   .arithmetic = arithmetic_},
-                                  step.exec));
+  ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_attn, w.attn_norm, step));
   step.Emit(layer, "hc_attn_post", step.post);
   step.Emit(layer, "hc_attn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
-  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.x,
-                                            .weight = w.attn_norm,
-                                            .out = step.x,
-                                            .epsilon = epsilon,
-                                            .arithmetic = arithmetic_},
-                                           step.exec));
   step.Emit(layer, "attn_in", step.x);
 
   // wq_a and wkv share their quantised input.
@@ -90,13 +70,7 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   if (w.ratio == 4) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
   ISTHMUS_RETURN_IF_ERROR(Attend(layer, step));
   step.Emit(layer, "attn_out", step.y);
-  return kernels::HyperConnectionPost({.y = step.y,
-                                       .streams = step.streams,
-                                       .post = step.post,
-                                       .comb = step.comb,
-                                       .out = step.streams,
-                                       .arithmetic = arithmetic_},
-                                      step.exec);
+  return MixOut(step);
 }
 
 // Specification 3.1 and 3.2: q [rows, heads * head_dim], its latent, and kv [rows, head_dim].

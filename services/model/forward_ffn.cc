@@ -2,9 +2,7 @@
 // The FFN half of a layer (model specification 2.2, 5): mix in, norm, gate, experts, mix out.
 #include "kernels/experts/experts.h"
 #include "kernels/gate/gate.h"
-#include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/linear/linear.h"
-#include "kernels/rms_norm/rms_norm.h"
 #include "services/base/status_macros.h"
 #include "services/model/forward_step.h"
 
@@ -16,27 +14,9 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   const ModelConfig& config = weights_->config();
   const LayerWeights& w = weights_->layer(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::HyperConnectionPre({.streams = step.streams,
-                                   .fn = w.hc_ffn.fn,
-                                   .scale = w.hc_ffn.scale,
-                                   .base = w.hc_ffn.base,
-                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
-                                   .epsilon = config.rms_norm_eps,
-                                   .hc_epsilon = config.hc_eps,
-                                   .x = step.x,
-                                   .post = step.post,
-                                   .comb = step.comb,
-                                   .arithmetic = arithmetic_},
-                                  step.exec));
+  ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_ffn, w.ffn_norm, step));
   step.Emit(layer, "hc_ffn_post", step.post);
   step.Emit(layer, "hc_ffn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
-  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.x,
-                                            .weight = w.ffn_norm,
-                                            .out = step.x,
-                                            .epsilon = config.rms_norm_eps,
-                                            .arithmetic = arithmetic_},
-                                           step.exec));
   step.Emit(layer, "ffn_in", step.x);
 
   const int64_t k = config.num_experts_per_tok;
@@ -75,13 +55,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
                                            step.exec));
   if (step.has_tap()) step.Emit(layer, "routed_out", routed);
   step.Emit(layer, "ffn_out", step.y);
-  return kernels::HyperConnectionPost({.y = step.y,
-                                       .streams = step.streams,
-                                       .post = step.post,
-                                       .comb = step.comb,
-                                       .out = step.streams,
-                                       .arithmetic = arithmetic_},
-                                      step.exec);
+  return MixOut(step);
 }
 
 }  // namespace isthmus::model
