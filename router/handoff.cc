@@ -36,7 +36,7 @@ Attempt::~Attempt() {
   cancel.set_request_id(request_->request_id);
   cancel.set_reason("the request ended before its sequence");
   cancel.set_writer_is_done(writer_is_done_);
-  const auto reply = placement_.decode->client().Cancel(cancel, {kCancelTimeout, {}});
+  const auto reply = placement_.decode->client().CancelDecode(cancel, {kCancelTimeout, {}});
   if (reply.ok()) return;
   // The end of our token stream, or the lease, frees the pages then.
   LogWarning("a sequence could not be cancelled",

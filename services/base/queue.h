@@ -2,13 +2,13 @@
 // A bounded queue between threads: a full one refuses, a closed one drains, and no wait is endless.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <optional>
 #include <utility>
 
 #include "absl/time/time.h"
+#include "services/base/clock.h"
 #include "services/base/mutex.h"
 
 namespace isthmus {
@@ -16,7 +16,9 @@ namespace isthmus {
 template <typename T>
 class BoundedQueue {
  public:
-  explicit BoundedQueue(size_t capacity) : capacity_(capacity) {}
+  // `clock` must outlive the queue; waits are its.
+  explicit BoundedQueue(size_t capacity, Clock& clock = RealClock())
+      : capacity_(capacity), clock_(clock) {}
 
   // False when the queue is full or closed; `item` is then untouched.
   bool TryPush(T&& item) {
@@ -32,8 +34,9 @@ class BoundedQueue {
   // The oldest item; nothing when `timeout` passed, or when the queue is closed and empty.
   std::optional<T> PopFor(absl::Duration timeout) {
     MutexLock lock(mutex_);
-    ready_.wait_for(lock, absl::ToChronoNanoseconds(timeout),
-                    [this] { return is_closed_ || !items_.empty(); });
+    if (items_.empty() && timeout > absl::ZeroDuration()) {
+      clock_.WaitFor(ready_, lock, timeout, [this] { return is_closed_ || !items_.empty(); });
+    }
     if (items_.empty()) return std::nullopt;
     std::optional<T> item(std::move(items_.front()));
     items_.pop_front();
@@ -61,6 +64,7 @@ class BoundedQueue {
 
  private:
   const size_t capacity_;
+  Clock& clock_;
   mutable Mutex mutex_;
   CondVar ready_;
   std::deque<T> items_;     // Guarded by mutex_.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/core/exec.h"
@@ -25,6 +26,11 @@ struct ForwardBatch {
   std::span<const int64_t> logit_rows;
   kernels::MatrixView logits;
 
+  // Out, one list per logit row, cleared by the caller: output tokens behind the row's token that
+  // the model has drafted, verified and stored in the cache already, at most max_accepted() each.
+  // The row's logits are those behind the last of them. Empty span: none are wanted, none are made.
+  std::span<std::vector<int32_t>> accepted = {};
+
   const Tap* tap = nullptr;
 };
 
@@ -42,6 +48,10 @@ class Forward {
   virtual int64_t vocab_size() const = 0;
   virtual int64_t max_positions() const = 0;
   virtual const kernels::KvLayout& layout() const = 0;
+
+  // Tokens that a sequence may gain in one step beside the sampled one. The caller's views have
+  // room for them.
+  virtual int64_t max_accepted() const { return 0; }
 };
 
 // The cache geometry of a model: what the layout is created from.

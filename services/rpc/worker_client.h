@@ -36,10 +36,14 @@ class WorkerClient {
                                                     const CallOptions& options) = 0;
   virtual absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call,
                                                 const CallOptions& options) = 0;
+  virtual absl::StatusOr<v1::CancelReply> CancelPrefill(const v1::CancelCall& call,
+                                                        const CallOptions& options) = 0;
   virtual absl::StatusOr<v1::HandoffReply> Handoff(const v1::HandoffCall& call,
                                                    const CallOptions& options) = 0;
-  virtual absl::StatusOr<v1::CancelReply> Cancel(const v1::CancelCall& call,
-                                                 const CallOptions& options) = 0;
+  virtual absl::StatusOr<v1::CancelReply> CancelDecode(const v1::CancelCall& call,
+                                                       const CallOptions& options) = 0;
+  virtual absl::StatusOr<v1::DrainReply> Drain(const v1::DrainCall& call,
+                                               const CallOptions& options) = 0;
 
   // Reads the token stream until it ends, which is never OK: CANCELLED when `is_cancelled` says so,
   // otherwise what the worker or the connection said. `on_open` is called once the worker has

@@ -73,13 +73,21 @@ class GrpcWorkerClient : public WorkerClient {
                                         const CallOptions& options) override {
     return Unary<v1::KvHandoff>(*prefill_, &v1::PrefillService::Stub::AsyncPrefill, call, options);
   }
+  absl::StatusOr<v1::CancelReply> CancelPrefill(const v1::CancelCall& call,
+                                                const CallOptions& options) override {
+    return Unary<v1::CancelReply>(*prefill_, &v1::PrefillService::Stub::AsyncCancel, call, options);
+  }
   absl::StatusOr<v1::HandoffReply> Handoff(const v1::HandoffCall& call,
                                            const CallOptions& options) override {
     return Unary<v1::HandoffReply>(*decode_, &v1::DecodeService::Stub::AsyncHandoff, call, options);
   }
-  absl::StatusOr<v1::CancelReply> Cancel(const v1::CancelCall& call,
-                                         const CallOptions& options) override {
+  absl::StatusOr<v1::CancelReply> CancelDecode(const v1::CancelCall& call,
+                                               const CallOptions& options) override {
     return Unary<v1::CancelReply>(*decode_, &v1::DecodeService::Stub::AsyncCancel, call, options);
+  }
+  absl::StatusOr<v1::DrainReply> Drain(const v1::DrainCall& call,
+                                       const CallOptions& options) override {
+    return Unary<v1::DrainReply>(*cluster_, &v1::Cluster::Stub::AsyncDrain, call, options);
   }
 
   absl::Status ReadTokens(const v1::TokensHello& hello, const CallOptions& options,

@@ -286,7 +286,7 @@ v1::DrainReply DecodeService::Drain() {
   v1::DrainReply reply;
   MutexLock lock(mutex_);
   is_draining_ = true;
-  reply.set_active_sequences(transfers_.size());
+  reply.set_transfers(transfers_.size());
   return reply;
 }
 

@@ -85,10 +85,6 @@ class DecodeRpc : public v1::DecodeService::Service {
         std::min(absl::FromChrono(context->deadline()) - absl::Now(), absl::Minutes(1));
     return Answer(service_->Cancel(*call, left), reply, context);
   }
-  grpc::Status Drain(grpc::ServerContext*, const v1::DrainCall*, v1::DrainReply* reply) override {
-    *reply = service_->Drain();
-    return grpc::Status::OK;
-  }
 
   grpc::Status Tokens(
       grpc::ServerContext* context,
