@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kvtransfer/sender.h"
 
+#include <algorithm>
+
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "services/base/fault.h"
@@ -61,15 +64,53 @@ absl::Status CheckSpans(const v1::TransferEndpoint& target, std::span<const Page
   return absl::OkStatus();
 }
 
+absl::StatusOr<Pusher> Pusher::Open(Transport& transport, const v1::KvReservation& reservation,
+                                    const v1::TransferEndpoint& target, uint64_t own_fingerprint) {
+  ISTHMUS_RETURN_IF_ERROR(CheckTarget(reservation, target, own_fingerprint, transport.name()));
+  Pusher pusher(transport, target);
+  pusher.CollectUnits(reservation);
+  return pusher;
+}
+
+void Pusher::CollectUnits(const v1::KvReservation& reservation) {
+  for (const v1::CachePages& kind : reservation.pages()) {
+    for (const v1::PageRef& page : kind.pages()) units_.emplace_back(page.region(), page.page());
+  }
+  if (reservation.has_state()) {
+    units_.emplace_back(reservation.state().region(), reservation.state().slot());
+  }
+  std::sort(units_.begin(), units_.end());
+  transfer_id_ = absl::BytesToHexString(reservation.transfer_id());
+}
+
+absl::Status Pusher::CheckReserved(std::span<const PageSpan> spans) const {
+  for (const PageSpan& span : spans) {
+    const std::pair unit(span.region, span.unit);
+    if (std::binary_search(units_.begin(), units_.end(), unit)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "page span names page ", span.unit, " of region ", span.region, ", which is none of the ",
+        units_.size(), " that transfer ", transfer_id_, " has reserved"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Pusher::Push(std::span<const PageSpan> spans, absl::Time deadline) {
+  if (!failure_.ok() || spans.empty()) return failure_;
+  failure_ = CheckSpans(target_, spans);
+  if (failure_.ok()) failure_ = CheckReserved(spans);
+  if (failure_.ok()) failure_ = transport_->Write(target_, spans, deadline);
+  if (!failure_.ok()) return failure_;
+  for (const PageSpan& span : spans) bytes_ += span.bytes.size();
+  return absl::OkStatus();
+}
+
 absl::StatusOr<uint64_t> Push(Transport& transport, const v1::KvReservation& reservation,
                               const v1::TransferEndpoint& target, uint64_t own_fingerprint,
                               std::span<const PageSpan> spans, absl::Time deadline) {
-  ISTHMUS_RETURN_IF_ERROR(CheckTarget(reservation, target, own_fingerprint, transport.name()));
-  ISTHMUS_RETURN_IF_ERROR(CheckSpans(target, spans));
-  ISTHMUS_RETURN_IF_ERROR(transport.Write(target, spans, deadline));
-  uint64_t bytes = 0;
-  for (const PageSpan& span : spans) bytes += span.bytes.size();
-  return bytes;
+  ISTHMUS_ASSIGN_OR_RETURN(Pusher pusher,
+                           Pusher::Open(transport, reservation, target, own_fingerprint));
+  ISTHMUS_RETURN_IF_ERROR(pusher.Push(spans, deadline));
+  return pusher.bytes();
 }
 
 }  // namespace isthmus::transfer

@@ -2,9 +2,13 @@
 // The writing side of a transfer: everything that can be refused is refused before the first byte.
 #pragma once
 
+#include <cstdint>
 #include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kvtransfer/region.h"
 #include "kvtransfer/transport.h"
@@ -22,7 +26,43 @@ absl::Status CheckTarget(const v1::KvReservation& reservation, const v1::Transfe
 // generation. InvalidArgument: no such region or unit, or more bytes than a unit has.
 absl::Status CheckSpans(const v1::TransferEndpoint& target, std::span<const PageSpan> spans);
 
-// Checks, then writes. Returns the bytes written, all of them in the owner's memory.
+// The writes of one transfer, in as many pieces as its pages become ready. Not thread-safe; a piece
+// may be pushed by any thread while the owner of the pages computes the next one.
+class Pusher {
+ public:
+  // Refuses what CheckTarget refuses, before the first byte. `transport` must outlive the pusher.
+  static absl::StatusOr<Pusher> Open(Transport& transport, const v1::KvReservation& reservation,
+                                     const v1::TransferEndpoint& target, uint64_t own_fingerprint);
+  Pusher(Pusher&&) = default;
+  Pusher& operator=(Pusher&&) = default;
+
+  // Writes all of `spans` and returns when every byte is in the owner's memory. Their local bytes
+  // must stay as they are until then, and may be reused afterwards.
+  //
+  // What CheckSpans refuses; InvalidArgument also for a unit that the reservation does not name:
+  // it may be another sequence's. DeadlineExceeded: `deadline` was over before the first byte or
+  // before the last acknowledgement. Otherwise what the transport says (Transport::Write). After an
+  // error every further call returns it and writes nothing.
+  absl::Status Push(std::span<const PageSpan> spans, absl::Time deadline);
+
+  // Acknowledged so far.
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  Pusher(Transport& transport, v1::TransferEndpoint target)
+      : transport_(&transport), target_(std::move(target)) {}
+  void CollectUnits(const v1::KvReservation& reservation);
+  absl::Status CheckReserved(std::span<const PageSpan> spans) const;
+
+  Transport* transport_;
+  v1::TransferEndpoint target_;
+  std::string transfer_id_;                           // For messages.
+  std::vector<std::pair<uint32_t, uint32_t>> units_;  // Region and unit of all reserved, sorted.
+  absl::Status failure_;
+  uint64_t bytes_ = 0;
+};
+
+// Checks, then writes in one piece. Returns the bytes written, all of them in the owner's memory.
 absl::StatusOr<uint64_t> Push(Transport& transport, const v1::KvReservation& reservation,
                               const v1::TransferEndpoint& target, uint64_t own_fingerprint,
                               std::span<const PageSpan> spans, absl::Time deadline);

@@ -62,11 +62,17 @@ class Owner {
     return std::span(memory_).subspan(index * kPageBytes, kPageBytes);
   }
   std::byte* bytes() { return memory_.data(); }
-  v1::KvReservation Reserve() const {
+  v1::KvReservation Reserve(uint32_t num_pages = kPages) const {
     v1::KvReservation reservation;
     reservation.set_transfer_id("0123456789abcdef");
     reservation.set_worker_incarnation(endpoint.worker_incarnation());
     reservation.set_layout_fingerprint(endpoint.layout_fingerprint());
+    v1::CachePages* pages = reservation.add_pages();
+    for (uint32_t i = 0; i < num_pages; ++i) {
+      v1::PageRef* page = pages->add_pages();
+      page->set_region_generation(endpoint.regions(0).generation());
+      page->set_page(i);
+    }
     return reservation;
   }
 
@@ -236,6 +242,36 @@ TEST(SenderTest, RefusesAReservationOfAnotherRun) {
   Refusal refusal;
   refusal.reservation.set_worker_incarnation(5);
   EXPECT_EQ(refusal.Run().code(), absl::StatusCode::kAborted);
+}
+
+TEST(PusherTest, WritesPiecesAndCountsWhatWasAcknowledged) {
+  Refusal piece;
+  auto pusher = Pusher::Open(*piece.writer, piece.reservation, piece.target, kLayout);
+  ASSERT_TRUE(pusher.ok()) << pusher.status();
+  EXPECT_EQ(pusher->bytes(), 0);
+  const absl::Time deadline = absl::Now() + absl::Seconds(5);
+  for (uint32_t unit : {4u, 2u}) {
+    piece.span.unit = unit;
+    ASSERT_TRUE(pusher->Push({&piece.span, 1}, deadline).ok());
+    EXPECT_TRUE(std::equal(piece.page.begin(), piece.page.end(), piece.owner.page(unit).begin()));
+  }
+  EXPECT_TRUE(pusher->Push({}, deadline).ok());
+  EXPECT_EQ(pusher->bytes(), 2 * kPageBytes);
+}
+
+TEST(PusherTest, WritesNoPageThatWasNotReservedForItAndNothingAfterwards) {
+  Refusal stray;
+  auto pusher = Pusher::Open(*stray.writer, stray.owner.Reserve(3), stray.target, kLayout);
+  ASSERT_TRUE(pusher.ok()) << pusher.status();
+  PageSpan spans[] = {stray.span, stray.span};
+  spans[1].unit = 3;
+  const absl::Status status = pusher->Push(spans, absl::Now() + absl::Seconds(5));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("names page 3 of region 0, which is none of the 3 that transfer 3031"));
+  EXPECT_EQ(pusher->Push({spans, 1}, absl::Now() + absl::Seconds(5)), status);
+  EXPECT_EQ(stray.owner.page(0)[1], std::byte{0});
+  EXPECT_EQ(pusher->bytes(), 0);
 }
 
 TEST(SenderTest, RefusesADeadRegionGeneration) {
