@@ -27,9 +27,12 @@ struct ForwardBatch {
   kernels::MatrixView logits;
 
   // Out, one list per logit row, cleared by the caller: output tokens behind the row's token that
-  // the model has drafted, verified and stored in the cache already, at most max_accepted() each.
-  // The row's logits are those behind the last of them. Empty span: none are wanted, none are made.
+  // the model has drafted, verified and stored in the cache already. The row's logits are those
+  // behind the last of them. Empty span: none are wanted, none are made.
   std::span<std::vector<int32_t>> accepted = {};
+  // With `accepted`: how many of them each row may gain, at most max_accepted(); 0 for the last row
+  // of a prompt. The caller's views have room for so many tokens behind their rows.
+  std::span<const int64_t> accepted_limits = {};
 
   const Tap* tap = nullptr;
 };
@@ -49,8 +52,7 @@ class Forward {
   virtual int64_t max_positions() const = 0;
   virtual const kernels::KvLayout& layout() const = 0;
 
-  // Tokens that a sequence may gain in one step beside the sampled one. The caller's views have
-  // room for them.
+  // Tokens that a sequence can gain in one step beside the sampled one.
   virtual int64_t max_accepted() const { return 0; }
 };
 
