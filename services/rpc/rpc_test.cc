@@ -198,7 +198,44 @@ TEST(RpcServerTest, HealthTellsLivenessFromReadiness) {
   EXPECT_EQ(HealthOf(address, ""), 1);
   fixture.server->SetReady(false);
   EXPECT_EQ(HealthOf(address, "readiness"), 2);
+  fixture.server->SetLive(false);
+  EXPECT_EQ(HealthOf(address, "liveness"), 2);
+  EXPECT_FALSE(fixture.server->is_live());
   EXPECT_EQ(HealthOf(address, "unknown"), -1);
+}
+
+TEST(RpcServerTest, AnswersToReflection) {
+  Fixture fixture;
+  // ServerReflectionRequest{list_services: "*"} and its stream, by hand for the same reason.
+  grpc::Slice slice(std::string("\x3a\x01*"));
+  const grpc::ByteBuffer request(&slice, 1);
+  grpc::GenericStub stub(OpenChannel(fixture.server->address()));
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
+  grpc::CompletionQueue queue;
+  const auto call = stub.PrepareCall(
+      &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  void* tag = nullptr;
+  bool ok = false;
+  const auto next = [&] { return queue.Next(&tag, &ok) && ok; };
+  call->StartCall(&context);
+  ASSERT_TRUE(next());
+  call->Write(request, &context);
+  ASSERT_TRUE(next());
+  grpc::ByteBuffer reply;
+  call->Read(&reply, &context);
+  ASSERT_TRUE(next());
+  grpc::Slice bytes;
+  ASSERT_TRUE(reply.DumpToSingleSlice(&bytes).ok());
+  EXPECT_THAT(std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size()),
+              HasSubstr("isthmus.v1.DecodeService"));
+  context.TryCancel();
+  grpc::Status status;
+  call->Finish(&status, &context);
+  next();
+  queue.Shutdown();
+  while (queue.Next(&tag, &ok)) {
+  }
 }
 
 TEST(ChannelTest, KnowsLoopbackAddresses) {

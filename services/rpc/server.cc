@@ -2,6 +2,7 @@
 #include "services/rpc/server.h"
 
 #include <grpc/support/log.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
@@ -37,6 +38,11 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
         "listen: is \"", options.address, "\", want host:port with a port from 0 to 65535"));
   }
   grpc::EnableDefaultHealthCheckService(true);
+  // Registers a plugin for all builders of the process: once is enough.
+  static const bool has_reflection [[maybe_unused]] = [] {
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    return true;
+  }();
   grpc::ResourceQuota quota("server");
   quota.SetMaxThreads(options.max_threads);
   grpc::ServerBuilder builder;
@@ -66,7 +72,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
     LogWarning("other machines can reach this listener, and it has no TLS",
                {{"address", server->address_}});
   }
-  server->server_->GetHealthCheckService()->SetServingStatus("liveness", true);
+  server->SetLive(true);
   server->SetReady(false);
   return server;
 }
@@ -77,6 +83,11 @@ void RpcServer::SetReady(bool is_ready) {
   is_ready_ = is_ready;
   server_->GetHealthCheckService()->SetServingStatus("readiness", is_ready);
   server_->GetHealthCheckService()->SetServingStatus("", is_ready);
+}
+
+void RpcServer::SetLive(bool is_live) {
+  is_live_ = is_live;
+  server_->GetHealthCheckService()->SetServingStatus("liveness", is_live);
 }
 
 void RpcServer::Stop(absl::Duration patience) {

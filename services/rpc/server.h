@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A gRPC server as every process of the project runs it: bounded threads, grpc.health.v1 with the
-// services "liveness" and "readiness", a port that may be 0, and a stop that is bounded in time.
+// services "liveness", "readiness" and "", reflection, a port that may be 0, and a stop that is
+// bounded in time.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,6 +46,10 @@ class RpcServer {
   void SetReady(bool is_ready);
   bool is_ready() const { return is_ready_; }
 
+  // What it answers for "liveness": live from the start on.
+  void SetLive(bool is_live);
+  bool is_live() const { return is_live_; }
+
   // Not ready, no new calls; running ones get `patience`, then they are cancelled.
   void Stop(absl::Duration patience);
 
@@ -52,7 +58,8 @@ class RpcServer {
 
   std::unique_ptr<grpc::Server> server_;
   std::string address_;
-  bool is_ready_ = false;
+  std::atomic<bool> is_ready_ = false;
+  std::atomic<bool> is_live_ = true;
 };
 
 }  // namespace isthmus::rpc
