@@ -305,4 +305,32 @@ std::string ConfigFields::ToMarkdown() const {
   return text;
 }
 
+std::string ConfigFields::ToJsonSchema() const {
+  using OrderedJson = nlohmann::ordered_json;
+  const std::map<std::string, std::string> type_names = {
+      {"integer", "integer"}, {"number", "number"}, {"switch", "boolean"},  {"text", "string"},
+      {"duration", "string"}, {"list", "array"},    {"switches", "object"},
+  };
+  const OrderedJson empty_object =
+      OrderedJson::parse(R"({"type": "object", "additionalProperties": false, "properties": {}})");
+  OrderedJson root = empty_object;
+  for (const ConfigField& field : fields_) {
+    std::vector<std::string> parts = absl::StrSplit(field.name, '.');
+    OrderedJson* place = &root;
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      OrderedJson& group = (*place)["properties"][parts[i]];
+      if (group.is_null()) group = empty_object;
+      place = &group;
+    }
+    OrderedJson& schema = (*place)["properties"][parts.back()];
+    schema["type"] = type_names.at(field.type);
+    schema["description"] = field.help;
+    schema["default"] = OrderedJson::parse(field.default_json);
+    schema.update(OrderedJson::parse(field.constraint_schema));
+    if (field.type == "list") schema["items"]["type"] = "string";
+    if (field.type == "switches") schema["additionalProperties"]["type"] = "boolean";
+  }
+  return root.dump(2) + "\n";
+}
+
 }  // namespace isthmus

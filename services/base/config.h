@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configuration: a struct whose fields are their defaults, and one list of them that everything
-// walks: loading, --set, --help, --print-config, range checks and the generated reference.
+// walks: loading, --set, --help, --print-config, range checks, the generated reference and schema.
 //
 //   struct PrefillConfig {
 //     int32_t chunk_tokens = 512;
@@ -53,6 +53,7 @@ struct ConfigField {
   std::string name;
   std::string type;        // "integer", "number", "switch", "text", "duration", "list", "switches"
   std::string constraint;  // For people: "1 to 4096", "one of math, reference"; may be empty.
+  std::string constraint_schema;  // The same as an object of JSON Schema keywords; may be "{}".
   std::string help;
   std::string default_json;                                     // The value when bound.
   std::function<absl::Status(const nlohmann::json&)> set_json;  // Checks type and constraint.
@@ -103,6 +104,20 @@ std::string Text(const OneOf& c);
 inline std::string Text(const AnyValue&) { return ""; }
 
 template <typename T>
+std::string Schema(const Range<T>& c) {
+  return "{\"minimum\": " + Write(c.min) + ", \"maximum\": " + Write(c.max) + "}";
+}
+template <typename T>
+std::string Schema(const MultipleOf<T>& c) {
+  return "{\"minimum\": " + Write(c.multiple) + ", \"maximum\": " + Write(c.max) +
+         ", \"multipleOf\": " + Write(c.multiple) + "}";
+}
+inline std::string Schema(const OneOf& c) { return "{\"enum\": " + Write(c.values) + "}"; }
+// JSON Schema cannot compare durations.
+inline std::string Schema(const Range<absl::Duration>&) { return "{}"; }
+inline std::string Schema(const AnyValue&) { return "{}"; }
+
+template <typename T>
 bool Allows(const Range<T>& c, const T& value) {
   return c.min <= value && value <= c.max;  // A NaN fails both.
 }
@@ -137,6 +152,7 @@ class ConfigFields {
     entry.name = std::string(name);
     entry.type = config_internal::TypeName(field);
     entry.constraint = config_internal::Text(constraint);
+    entry.constraint_schema = config_internal::Schema(constraint);
     entry.help = std::string(help);
     entry.default_json = config_internal::Write(field);
     entry.get_json = [&field] { return config_internal::Write(field); };
@@ -175,6 +191,10 @@ class ConfigFields {
 
   // For the generated reference: one Markdown table.
   std::string ToMarkdown() const;
+
+  // For charts and editors: a JSON Schema of the file that LoadFile reads. It knows names, types
+  // and ranges, but not the ranges of durations.
+  std::string ToJsonSchema() const;
 
  private:
   const ConfigField* Find(absl::string_view name) const;

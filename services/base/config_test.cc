@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
 namespace isthmus {
 namespace {
 
@@ -128,6 +130,29 @@ TEST(ConfigTest, TheReferenceListsEveryFieldAndEscapesBars) {
     EXPECT_THAT(text, HasSubstr("| `" + field.name + "` |"));
   }
   EXPECT_THAT(text, HasSubstr("Share of a \\| b."));
+}
+
+TEST(ConfigTest, TheSchemaKnowsNamesTypesAndRanges) {
+  Loaded loaded;
+  const auto schema = nlohmann::json::parse(loaded.fields.ToJsonSchema());
+  EXPECT_EQ(schema["additionalProperties"], false);
+  const auto& fields = schema["properties"];
+  EXPECT_EQ(fields["chunk_tokens"]["type"], "integer");
+  EXPECT_EQ(fields["chunk_tokens"]["minimum"], 1);
+  EXPECT_EQ(fields["chunk_tokens"]["maximum"], 4096);
+  EXPECT_EQ(fields["chunk_tokens"]["default"], 512);
+  EXPECT_EQ(fields["page_tokens"]["multipleOf"], 128);
+  EXPECT_EQ(fields["model"]["additionalProperties"], false);
+  EXPECT_EQ(fields["model"]["properties"]["index_topk"]["type"], "integer");
+  EXPECT_EQ(fields["fraction"]["type"], "number");
+  EXPECT_EQ(fields["is_warm"]["type"], "boolean");
+  EXPECT_EQ(fields["arithmetic"]["enum"], nlohmann::json({"math", "reference"}));
+  EXPECT_EQ(fields["timeout"]["type"], "string");
+  EXPECT_EQ(fields["peers"]["items"]["type"], "string");
+  EXPECT_EQ(fields["patches"]["additionalProperties"]["type"], "boolean");
+  // Every field is there, and nothing else.
+  EXPECT_EQ(fields.size() - 1 + fields["model"]["properties"].size(),
+            loaded.fields.fields().size());
 }
 
 TEST(ConfigTest, AMissingFileIsNamed) {

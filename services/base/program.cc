@@ -52,6 +52,7 @@ std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, i
   std::vector<std::string> assignments;
   bool wants_config = false;
   bool wants_reference = false;
+  bool wants_schema = false;
   app.add_option("--config", path, "JSON file with the fields below");
   // One value per --set, so that a value never swallows what follows it.
   app.add_option("--set", assignments, "key=value; after the file, may be repeated")
@@ -60,11 +61,17 @@ std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, i
   app.add_flag("--print-config", wants_config, "Print the effective configuration and exit");
   app.add_flag("--print-config-reference", wants_reference,
                "Print all fields as a Markdown table and exit");
+  app.add_flag("--print-config-schema", wants_schema,
+               "Print a JSON Schema of the config file and exit");
   app.footer("Fields of the configuration:\n" + fields.HelpText());
 
   if (const std::optional<int> code = ParseCommandLine(app, argc, argv)) return code;
   if (wants_reference) {
     std::cout << fields.ToMarkdown();
+    return 0;
+  }
+  if (wants_schema) {
+    std::cout << fields.ToJsonSchema();
     return 0;
   }
   const absl::Status status = ReadConfig(path, assignments, fields);

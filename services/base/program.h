@@ -21,8 +21,8 @@ struct ProgramSpec {
 
 // For a program that is set by its config file. Reads the command line into `fields`. Returns
 // nothing when the program should run, or its exit code: after --version, --help, --print-config
-// (the effective configuration, as JSON on stdout) or --print-config-reference (a Markdown table),
-// or after an error, which has been written to stderr.
+// (the effective configuration, as JSON on stdout), --print-config-reference (a Markdown table) or
+// --print-config-schema (a JSON Schema), or after an error, which has been written to stderr.
 std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, int argc,
                                 const char* const* argv);
 

@@ -50,13 +50,22 @@ TEST(ProgramTest, PrintsTheEffectiveConfiguration) {
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "{\n  \"port\": 5,\n  \"name\": \"\"\n}\n");
 }
 
+TEST(ProgramTest, PrintsASchemaOfTheFile) {
+  SmallConfig config;
+  testing::internal::CaptureStdout();
+  EXPECT_EQ(Start(config, {"--print-config-schema"}), 0);
+  EXPECT_THAT(testing::internal::GetCapturedStdout(),
+              testing::ContainsRegex("\"minimum\": 0,\\s+\"maximum\": 65535"));
+}
+
 TEST(ProgramTest, VersionNamesProgramCommitAndProtocol) {
   SmallConfig config;
   testing::internal::CaptureStdout();
   EXPECT_EQ(Start(config, {"--version"}), 0);
-  EXPECT_THAT(testing::internal::GetCapturedStdout(),
-              testing::MatchesRegex(
-                  "isthmus-test [0-9]+\\.[0-9]+\\.[0-9]+ \\(commit [0-9a-z]+, protocol 1\\)\n"));
+  EXPECT_THAT(
+      testing::internal::GetCapturedStdout(),
+      testing::MatchesRegex(
+          "isthmus-test [0-9]+\\.[0-9]+\\.[0-9]+ \\(commit [0-9a-z]+, protocol [0-9]+\\)\n"));
 }
 
 TEST(ProgramTest, HelpListsTheFields) {
