@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // How bytes get from one process into registered memory of another: one of the project's six
-// interfaces. Loopback (memcpy inside a process, for tests and simulation) and UCX.
+// interfaces. UCX here; for tests and simulation see transport_loopback.h.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kvtransfer/region.h"
 #include "proto/kv_reservation.pb.h"
-#include "services/base/mutex.h"
 
 namespace isthmus::transfer {
 
@@ -54,29 +50,6 @@ class Transport {
   virtual absl::Status Write(const v1::TransferEndpoint& target, std::span<const PageSpan> spans,
                              absl::Time deadline) = 0;
 };
-
-// The memory that loopback transports share; must outlive them.
-class LoopbackNetwork {
- public:
-  // Called for every span before it is copied, when set: an error of the network, or a change of
-  // the destination afterwards, as tests need them. Set before the first write.
-  std::function<absl::Status(const PageSpan& span)> on_write;
-
-  struct Published {
-    Identity identity;
-    uint32_t generation = 0;
-    std::vector<LocalRegion> regions;
-  };
-  void Put(const std::string& address, Published published);
-  absl::StatusOr<Published> Find(const std::string& address) const;
-
- private:
-  mutable Mutex mutex_;
-  std::vector<std::pair<std::string, Published>> published_;  // Guarded by mutex_.
-};
-
-// `address` names this transport in the network.
-std::unique_ptr<Transport> MakeLoopbackTransport(LoopbackNetwork* network, std::string address);
 
 struct UcxOptions {
   // UCX transports, as in UCX_TLS. Shared memory cannot learn of a peer's death

@@ -22,6 +22,7 @@
 #include "kvtransfer/transport.h"
 #include "kvtransfer/ucx_log.h"
 #include "kvtransfer/ucx_resources.h"
+#include "services/base/mutex.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::transfer {

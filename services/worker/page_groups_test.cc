@@ -9,7 +9,7 @@
 
 #include "absl/time/clock.h"
 #include "kvtransfer/sender.h"
-#include "kvtransfer/transport.h"
+#include "kvtransfer/transport_loopback.h"
 
 namespace isthmus::worker {
 namespace {
@@ -73,8 +73,12 @@ struct Pair {
   absl::StatusOr<uint64_t> Push() {
     const auto spans = SpansOf(prefill, source, kTokens, reservation);
     if (!spans.ok()) return spans.status();
-    return transfer::Push(*writer, reservation, endpoint, prefill.layout().fingerprint, *spans,
-                          absl::Now() + absl::Seconds(5));
+    auto pusher =
+        transfer::Pusher::Open(*writer, reservation, endpoint, prefill.layout().fingerprint);
+    if (!pusher.ok()) return pusher.status();
+    const absl::Status status = pusher->Push(*spans, absl::Now() + absl::Seconds(5));
+    if (!status.ok()) return status;
+    return pusher->bytes();
   }
   absl::StatusOr<uint64_t> Verify() {
     return transfer::VerifyGroups(
@@ -121,8 +125,10 @@ TEST(PageGroupsTest, OneLostSpanIsFoundWhicheverItIs) {
   for (size_t lost = 0; lost < num_spans; ++lost) {
     Pair pair;
     size_t index = 0;
-    pair.network.on_write = [&](const transfer::PageSpan&) {
-      return index++ == lost ? absl::UnavailableError("lost") : absl::OkStatus();
+    pair.network.before_post = [&](const transfer::LoopbackWrite&) {
+      transfer::LoopbackFate fate;
+      if (index++ == lost) fate.error = absl::UnavailableError("lost");
+      return fate;
     };
     EXPECT_FALSE(pair.Push().ok());
     EXPECT_EQ(pair.Verify().status().code(), absl::StatusCode::kDataLoss) << "span " << lost;
