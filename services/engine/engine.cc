@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/sampling/sampling.h"
 #include "services/base/check.h"
+#include "services/base/crc32c.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::engine {
@@ -53,67 +54,149 @@ absl::StatusOr<Sequence> Engine::Admit(std::string request_id, std::vector<int32
   return sequence;
 }
 
-absl::Status Engine::Step(std::span<Sequence* const> sequences) {
+// Everything that a step changes is collected here first, so that an error changes nothing.
+struct Engine::Pass {
+  struct Caught {
+    Sequence* sequence = nullptr;
+    std::vector<int32_t> tokens = {};  // What it gains.
+    std::vector<uint32_t> digests = {};
+    FinishReason finish = FinishReason::kNone;
+  };
+
+  std::span<const StepPart> parts;
   std::vector<int32_t> tokens;
   std::vector<kernels::SequenceKv> views;
   std::vector<int64_t> logit_rows;
-  std::vector<Sequence*> caught_up;
-  for (Sequence* sequence : sequences) {
-    ISTHMUS_CHECK(!sequence->is_finished() && sequence->num_pending() > 0);
-    const int64_t count = std::min(options_.chunk_tokens, sequence->num_pending());
+  std::vector<Caught> caught_up;  // One per logit row.
+  std::vector<std::vector<int32_t>> accepted;
+  std::vector<int64_t> limits;
+};
+
+// A prompt ends with one token, which travels alone; a reply never outgrows what was reserved.
+int64_t Engine::AcceptedLimit(const Sequence& sequence) const {
+  if (sequence.num_output_tokens() == 0) return 0;
+  const auto size = static_cast<int64_t>(sequence.tokens.size());
+  const int64_t room = std::min(sequence.sampling.max_tokens - sequence.num_output_tokens(),
+                                forward_->max_positions() - size);
+  return std::clamp<int64_t>(room - 1, 0, forward_->max_accepted());
+}
+
+absl::Status Engine::Gather(std::span<const StepPart> parts, Pass& pass) {
+  pass.parts = parts;
+  for (const auto& [sequence, count] : parts) {
     const int64_t start = sequence->cache.num_tokens();
-    ISTHMUS_RETURN_IF_ERROR(sequence->cache.Reserve(start + count));
-    views.push_back(sequence->cache.View(static_cast<int64_t>(tokens.size()), count));
-    tokens.insert(tokens.end(), sequence->tokens.begin() + start,
-                  sequence->tokens.begin() + start + count);
-    if (count == sequence->num_pending()) {
-      logit_rows.push_back(static_cast<int64_t>(tokens.size()) - 1);
-      caught_up.push_back(sequence);
-    }
+    const bool is_caught_up = count == sequence->num_pending();
+    const int64_t limit = is_caught_up ? AcceptedLimit(*sequence) : 0;
+    ISTHMUS_RETURN_IF_ERROR(sequence->cache.Reserve(start + count + limit));
+    pass.views.push_back(sequence->cache.View(static_cast<int64_t>(pass.tokens.size()), count));
+    pass.tokens.insert(pass.tokens.end(), sequence->tokens.begin() + start,
+                       sequence->tokens.begin() + start + count);
+    if (!is_caught_up) continue;
+    pass.logit_rows.push_back(static_cast<int64_t>(pass.tokens.size()) - 1);
+    pass.caught_up.push_back({.sequence = sequence});
+    pass.limits.push_back(limit);
   }
+  if (forward_->max_accepted() > 0) pass.accepted.resize(pass.logit_rows.size());
+  return absl::OkStatus();
+}
+
+absl::Status Engine::Step(std::span<Sequence* const> sequences) {
+  for (const Sequence* sequence : sequences) {
+    ISTHMUS_CHECK(!sequence->is_finished() && sequence->num_pending() > 0);
+  }
+  const std::vector<StepPart> parts =
+      PlanStep(sequences, options_.chunk_tokens, options_.max_batch_tokens);
+  Pass pass;
+  ISTHMUS_RETURN_IF_ERROR(Gather(parts, pass));
   const int64_t vocab = forward_->vocab_size();
-  const auto num_rows = static_cast<int64_t>(logit_rows.size());
+  const auto num_rows = static_cast<int64_t>(pass.logit_rows.size());
   logits_.resize(static_cast<size_t>(num_rows * vocab));
   kernels::Exec exec = exec_;
-  exec.phase = tokens.size() == sequences.size() ? kPhaseDecode : kPhasePrefill;
+  exec.phase = pass.tokens.size() == parts.size() ? kPhaseDecode : kPhasePrefill;
   ISTHMUS_RETURN_IF_ERROR(
-      forward_->Run({.tokens = tokens,
-                     .sequences = views,
-                     .logit_rows = logit_rows,
-                     .logits = kernels::F32Matrix(logits_.data(), num_rows, vocab)},
+      forward_->Run({.tokens = pass.tokens,
+                     .sequences = pass.views,
+                     .logit_rows = pass.logit_rows,
+                     .logits = kernels::F32Matrix(logits_.data(), num_rows, vocab),
+                     .accepted = pass.accepted,
+                     .accepted_limits = pass.limits},
                     exec));
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    ISTHMUS_RETURN_IF_ERROR(
-        sequences[i]->cache.SetNumTokens(views[i].start_position + views[i].num_rows));
-  }
-  for (int64_t r = 0; r < num_rows; ++r) {
-    ISTHMUS_RETURN_IF_ERROR(SampleNext(kernels::F32Vector(logits_.data() + r * vocab, vocab),
-                                       *caught_up[static_cast<size_t>(r)]));
-  }
+  ISTHMUS_RETURN_IF_ERROR(Sample(pass));
+  Commit(pass, ++num_steps_);
 #ifdef ISTHMUS_CHECK_INVARIANTS
   pool_->CheckConservation();
 #endif
   return absl::OkStatus();
 }
 
-absl::Status Engine::SampleNext(const kernels::VectorView& logits, Sequence& sequence) {
-  ISTHMUS_ASSIGN_OR_RETURN(const int32_t token,
-                           kernels::Sample({.logits = logits,
-                                            .temperature = sequence.sampling.temperature,
-                                            .top_p = sequence.sampling.top_p,
-                                            .top_k = sequence.sampling.top_k,
-                                            .seed = sequence.sampling.seed,
-                                            .counter = sequence.num_draws},
-                                           exec_));
-  ++sequence.num_draws;
-  sequence.tokens.push_back(token);
-  if (token == options_.eos_token_id) {
-    sequence.finish = FinishReason::kStop;
-  } else if (sequence.num_output_tokens() >= sequence.sampling.max_tokens ||
-             static_cast<int64_t>(sequence.tokens.size()) >= forward_->max_positions()) {
-    sequence.finish = FinishReason::kLength;
+absl::Status Engine::Sample(Pass& pass) {
+  const int64_t vocab = forward_->vocab_size();
+  for (size_t r = 0; r < pass.caught_up.size(); ++r) {
+    Pass::Caught& caught = pass.caught_up[r];
+    const Sequence& sequence = *caught.sequence;
+    const auto gain = [&](int32_t token, uint32_t digest) {
+      caught.tokens.push_back(token);
+      caught.digests.push_back(digest);
+      const auto gained = static_cast<int64_t>(caught.tokens.size());
+      if (token == options_.eos_token_id) {
+        caught.finish = FinishReason::kStop;
+      } else if (sequence.num_output_tokens() + gained >= sequence.sampling.max_tokens ||
+                 static_cast<int64_t>(sequence.tokens.size()) + gained >=
+                     forward_->max_positions()) {
+        caught.finish = FinishReason::kLength;
+      }
+      return caught.finish == FinishReason::kNone;
+    };
+    bool goes_on = true;
+    if (!pass.accepted.empty()) {
+      const std::vector<int32_t>& accepted = pass.accepted[r];
+      if (static_cast<int64_t>(accepted.size()) > pass.limits[r]) {
+        return absl::InternalError(absl::StrCat("the forward pass accepted ", accepted.size(),
+                                                " tokens of at most ", pass.limits[r]));
+      }
+      for (size_t i = 0; i < accepted.size() && goes_on; ++i) goes_on = gain(accepted[i], 0);
+    }
+    if (!goes_on) continue;
+    const float* row = logits_.data() + static_cast<int64_t>(r) * vocab;
+    ISTHMUS_ASSIGN_OR_RETURN(const int32_t token,
+                             kernels::Sample({.logits = kernels::F32Vector(row, vocab),
+                                              .temperature = sequence.sampling.temperature,
+                                              .top_p = sequence.sampling.top_p,
+                                              .top_k = sequence.sampling.top_k,
+                                              .seed = sequence.sampling.seed,
+                                              .counter = sequence.num_draws + caught.tokens.size()},
+                                             exec_));
+    const bool wants_digest = sequence.sampling.wants_logits_digests;
+    gain(token, wants_digest ? Crc32c(row, static_cast<size_t>(vocab) * sizeof(float)) : 0);
   }
   return absl::OkStatus();
+}
+
+void Engine::Commit(Pass& pass, uint64_t step) {
+  for (size_t r = 0; r < pass.caught_up.size(); ++r) {
+    Pass::Caught& caught = pass.caught_up[r];
+    Sequence& sequence = *caught.sequence;
+    sequence.tokens.insert(sequence.tokens.end(), caught.tokens.begin(), caught.tokens.end());
+    sequence.num_draws += caught.tokens.size();
+    sequence.finish = caught.finish;
+    if (sequence.sampling.wants_logits_digests) {
+      sequence.logits_crc32c.insert(sequence.logits_crc32c.end(), caught.digests.begin(),
+                                    caught.digests.end());
+    }
+  }
+  size_t row = 0;
+  for (size_t i = 0; i < pass.parts.size(); ++i) {
+    Sequence& sequence = *pass.parts[i].sequence;
+    sequence.last_step = step;
+    int64_t cached = pass.views[i].start_position + pass.views[i].num_rows;
+    if (row < pass.caught_up.size() && pass.caught_up[row].sequence == &sequence) {
+      if (!pass.accepted.empty()) cached += static_cast<int64_t>(pass.accepted[row].size());
+      ++row;
+    }
+    // Of a reply that was cut, more may be cached than it has.
+    cached = std::min(cached, static_cast<int64_t>(sequence.tokens.size()));
+    ISTHMUS_CHECK(sequence.cache.SetNumTokens(cached).ok());
+  }
 }
 
 }  // namespace isthmus::engine

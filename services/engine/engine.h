@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/workspace.h"
+#include "services/engine/scheduler.h"
 #include "services/engine/sequence.h"
 #include "services/kv/sequence_cache.h"
 #include "services/model/forward.h"
@@ -20,6 +22,8 @@ namespace isthmus::engine {
 
 struct EngineOptions {
   int64_t chunk_tokens = 512;  // Most prompt tokens of one sequence in one step.
+  // Most prompt tokens of all sequences in one step.
+  int64_t max_batch_tokens = std::numeric_limits<int64_t>::max();
   int32_t eos_token_id = 1;
 };
 
@@ -39,9 +43,10 @@ class Engine {
   // The checks of Admit alone: what a router or a decode worker can refuse early.
   absl::Status Validate(std::span<const int32_t> prompt, const SamplingParams& sampling) const;
 
-  // One step: the next min(chunk_tokens, pending) tokens of every given sequence. A sequence that
-  // is then caught up gets one token appended and may be finished. Finished sequences must not be
-  // given. On an error no sequence has advanced.
+  // One step of what PlanStep (scheduler.h) chooses of `sequences`. A sequence that is then caught
+  // up gains one token, or several when the forward pass drafts them, and may be finished: the end
+  // token and max_tokens cut what it gains. Finished sequences must not be given. On an error no
+  // sequence has advanced.
   absl::Status Step(std::span<Sequence* const> sequences);
 
   const EngineOptions& options() const { return options_; }
@@ -49,7 +54,12 @@ class Engine {
   model::Forward& forward() { return *forward_; }
 
  private:
-  absl::Status SampleNext(const kernels::VectorView& logits, Sequence& sequence);
+  struct Pass;  // One forward pass of a step and what it yields.
+
+  absl::Status Gather(std::span<const StepPart> parts, Pass& pass);
+  absl::Status Sample(Pass& pass);
+  static void Commit(Pass& pass, uint64_t step);
+  int64_t AcceptedLimit(const Sequence& sequence) const;
 
   model::Forward* forward_;
   kv::CachePool* pool_;
@@ -57,6 +67,7 @@ class Engine {
   kernels::Workspace workspace_;
   kernels::Exec exec_;
   std::vector<float> logits_;  // [sequences of the step, vocab]
+  uint64_t num_steps_ = 0;
 };
 
 }  // namespace isthmus::engine

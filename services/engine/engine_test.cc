@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/engine/engine.h"
 
+#include <gtest/gtest.h>
+
 #include <cmath>
+#include <cstring>
 #include <limits>
 
-#include "gtest/gtest.h"
+#include "services/base/crc32c.h"
+#include "services/model/scripted_forward.h"
 
 namespace isthmus::engine {
 namespace {
@@ -106,6 +110,169 @@ TEST_F(EngineTest, GivesEverythingBackWhenASequenceEnds) {
   pool_->CheckConservation();
   EXPECT_EQ(pool_->slots().num_free(), 3);
   EXPECT_EQ(pool_->pages(kernels::kCsaKv).num_free(), 4);
+}
+
+TEST_F(EngineTest, DigestsAreOfTheLogitsThatATokenWasDrawnFrom) {
+  Sequence s = Admit({5}, 3);
+  s.sampling.wants_logits_digests = true;
+  Sequence* const one = &s;
+  while (!s.is_finished()) ASSERT_TRUE(engine_.Step({&one, 1}).ok());
+  ASSERT_EQ(s.logits_crc32c.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    std::vector<float> logits(kVocab, 0.0f);
+    logits[6 + i] = 1.0f;
+    EXPECT_EQ(s.logits_crc32c[i], Crc32c(logits.data(), logits.size() * sizeof(float)));
+  }
+}
+
+// Sequences of a scripted model that gains several tokens in a step.
+class ScriptedEngine {
+ public:
+  explicit ScriptedEngine(model::ScriptedOptions scripted, const EngineOptions& engine_options = {})
+      : options(std::move(scripted)),
+        forward(*model::ScriptedForward::Create(options, clock)),
+        pool(*kv::CachePool::Create(forward->layout(), 8192, 8)),
+        engine(forward.get(), pool.get(), engine_options, {}) {}
+
+  // Runs all prompts to their ends, together.
+  std::vector<Sequence> Run(const std::vector<std::vector<int32_t>>& prompts,
+                            const SamplingParams& sampling) {
+    std::vector<Sequence> sequences;
+    for (const auto& prompt : prompts) {
+      auto admitted = engine.Admit("r", prompt, sampling);
+      EXPECT_TRUE(admitted.ok()) << admitted.status();
+      // As a decode worker reserves: not one page more is ever needed.
+      const auto most = static_cast<int64_t>(prompt.size()) + sampling.max_tokens;
+      EXPECT_TRUE(admitted->cache.Reserve(std::min(most, options.max_positions)).ok());
+      sequences.push_back(*std::move(admitted));
+    }
+    while (true) {
+      std::vector<Sequence*> running;
+      for (Sequence& s : sequences) {
+        if (!s.is_finished()) running.push_back(&s);
+      }
+      if (running.empty()) break;
+      const absl::Status status = engine.Step(running);
+      EXPECT_TRUE(status.ok()) << status;
+      if (!status.ok()) break;
+      ++num_steps;
+    }
+    return sequences;
+  }
+
+  std::vector<int32_t> Expected(const std::vector<int32_t>& prompt, int64_t max_tokens) const {
+    std::vector<int32_t> all = prompt;
+    const std::vector<int32_t> reply = model::ScriptedReply(options, prompt, max_tokens);
+    all.insert(all.end(), reply.begin(), reply.end());
+    return all;
+  }
+
+  SimulatedClock clock;
+  const model::ScriptedOptions options;
+  std::unique_ptr<model::ScriptedForward> forward;
+  std::unique_ptr<kv::CachePool> pool;
+  Engine engine;
+  int num_steps = 0;
+};
+
+model::ScriptedOptions FourTokens() {
+  model::ScriptedOptions options;
+  options.vocab_size = 32;
+  options.max_positions = 400;
+  options.page_tokens = 128;
+  options.max_tokens_per_step = 4;
+  return options;
+}
+
+std::vector<int32_t> PromptOf(size_t size, int32_t first) {
+  std::vector<int32_t> prompt(size);
+  for (size_t i = 0; i < size; ++i) {
+    prompt[i] = static_cast<int32_t>((static_cast<size_t>(first) + i) % 32);
+  }
+  return prompt;
+}
+
+TEST(EngineDraftTest, MaxTokensCutsAReplyAnywhereInAStep) {
+  ScriptedEngine scripted(FourTokens());
+  for (int64_t max_tokens = 1; max_tokens <= 24; ++max_tokens) {
+    SamplingParams sampling;
+    sampling.max_tokens = max_tokens;
+    const std::vector<int32_t> prompt = PromptOf(11, 3);
+    const std::vector<Sequence> ended = scripted.Run({prompt}, sampling);
+    EXPECT_EQ(ended[0].tokens, scripted.Expected(prompt, max_tokens));
+    EXPECT_EQ(ended[0].num_output_tokens(), max_tokens);
+    EXPECT_EQ(ended[0].num_draws, static_cast<uint64_t>(max_tokens));
+    EXPECT_EQ(ended[0].finish, FinishReason::kLength);
+  }
+}
+
+TEST(EngineDraftTest, TheEndTokenCutsAReplyAnywhereInAStep) {
+  model::ScriptedOptions options = FourTokens();
+  options.end_probability = 0.15;
+  ScriptedEngine scripted(options);
+  int num_drafted_ends = 0;
+  for (int32_t first = 0; first < 64; ++first) {
+    SamplingParams sampling;
+    sampling.wants_logits_digests = true;
+    sampling.max_tokens = 300;
+    const std::vector<int32_t> prompt = PromptOf(static_cast<size_t>(5 + first), first);
+    const std::vector<Sequence> ended = scripted.Run({prompt}, sampling);
+    EXPECT_EQ(ended[0].tokens, scripted.Expected(prompt, 300));
+    EXPECT_EQ(ended[0].finish, FinishReason::kStop);
+    EXPECT_EQ(ended[0].num_draws, static_cast<uint64_t>(ended[0].num_output_tokens()));
+    ASSERT_EQ(ended[0].logits_crc32c.size(), static_cast<size_t>(ended[0].num_output_tokens()));
+    num_drafted_ends += ended[0].logits_crc32c.back() == 0 ? 1 : 0;
+  }
+  EXPECT_GT(num_drafted_ends, 5);
+  EXPECT_LT(num_drafted_ends, 60);
+}
+
+TEST(EngineDraftTest, TheLimitOfPositionsCutsAReply) {
+  ScriptedEngine scripted(FourTokens());
+  for (size_t size = 380; size < 400; ++size) {
+    SamplingParams sampling;
+    sampling.max_tokens = 300;
+    const std::vector<Sequence> ended = scripted.Run({PromptOf(size, 1)}, sampling);
+    EXPECT_EQ(ended[0].tokens, scripted.Expected(PromptOf(size, 1), 300));
+    EXPECT_EQ(ended[0].tokens.size(), 400u);
+    EXPECT_EQ(ended[0].finish, FinishReason::kLength);
+  }
+}
+
+TEST(EngineDraftTest, BatchAndBudgetChangeNothingButTheNumberOfSteps) {
+  std::vector<std::vector<int32_t>> prompts;
+  for (int32_t i = 0; i < 8; ++i) {
+    prompts.push_back(PromptOf(static_cast<size_t>(1 + 41 * i), i));
+  }
+  SamplingParams sampling;
+  sampling.max_tokens = 100;
+  sampling.temperature = 1.0f;
+  ScriptedEngine wide(FourTokens());
+  ScriptedEngine narrow(FourTokens(), {.chunk_tokens = 16, .max_batch_tokens = 24});
+  const std::vector<Sequence> a = wide.Run(prompts, sampling);
+  const std::vector<Sequence> b = narrow.Run(prompts, sampling);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    EXPECT_EQ(a[i].tokens, wide.Expected(prompts[i], 100)) << i;
+    EXPECT_EQ(b[i].tokens, a[i].tokens) << i;
+  }
+  EXPECT_LT(wide.num_steps, 100);
+  EXPECT_GT(narrow.num_steps, wide.num_steps);
+}
+
+TEST(EngineDraftTest, ALostPageFailsTheStepAndAdvancesNothing) {
+  ScriptedEngine scripted(FourTokens());
+  SamplingParams sampling;
+  sampling.max_tokens = 50;
+  Sequence s = *scripted.engine.Admit("r", PromptOf(200, 1), sampling);
+  Sequence* const one = &s;
+  ASSERT_TRUE(scripted.engine.Step({&one, 1}).ok());
+  const std::vector<int32_t> tokens = s.tokens;
+  kv::PagePool& pages = scripted.pool->pages(kernels::kCsaKv);
+  std::memset(pages.address(s.cache.pages(kernels::kCsaKv)[1]), 0, 64);
+  EXPECT_EQ(scripted.engine.Step({&one, 1}).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(s.tokens, tokens);
+  EXPECT_EQ(s.cache.num_tokens(), 200);
+  EXPECT_EQ(s.num_draws, 1u);
 }
 
 struct BadInput {

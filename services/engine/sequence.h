@@ -17,6 +17,8 @@ struct SamplingParams {
   int32_t top_k = 0;  // 0: no limit.
   uint64_t seed = 0;
   int64_t max_tokens = 256;  // Output tokens, the end token included.
+  // For diagnosis: a digest of the logits behind every output token.
+  bool wants_logits_digests = false;
 };
 
 enum class FinishReason : uint8_t {
@@ -42,8 +44,14 @@ struct Sequence {
   std::vector<int32_t> tokens;  // The prompt, then the output.
   int64_t num_prompt_tokens = 0;
   SamplingParams sampling;
-  // Tokens drawn so far: with the seed the whole state of the sampler. Travels in the handoff.
+  // Draws made so far, one per output token, drafted ones included, so that it does not matter how
+  // many tokens a step gains: with the seed the whole state of the sampler. Travels in the handoff.
   uint64_t num_draws = 0;
+  // When wanted: CRC32C of the f32 logits that each output token was drawn from; 0 for a drafted
+  // one, which was not drawn from a row that anybody sees.
+  std::vector<uint32_t> logits_crc32c;
+  // Number of the engine's step that it last took part in.
+  uint64_t last_step = 0;
   FinishReason finish = FinishReason::kNone;
   kv::SequenceCache cache;
 
