@@ -91,15 +91,16 @@ absl::Status LoopbackTransport::Write(const v1::TransferEndpoint& target,
   call->writer = address_;
   call->target = target.address();
   call->num_left = spans.size();
+  LoopbackWrite write = {address_, target.address(), target.worker_incarnation(), {},
+                         now,      deadline};
   {
     MutexLock lock(network_->mutex_);
     network_->LandDue(now);
     ISTHMUS_RETURN_IF_ERROR(network_->CheckWrite(address_, target, spans));
     network_->calls_.push_back(call);
+    write.call_number = network_->next_call_number_++;
   }
   absl::Status status;
-  LoopbackWrite write = {address_, target.address(), target.worker_incarnation(), {},
-                         now,      deadline};
   // Past the deadline nothing is posted.
   for (size_t i = 0; i < spans.size() && now < deadline && status.ok(); ++i) {
     write.span = spans[i];

@@ -29,6 +29,7 @@ struct LoopbackWrite {
   PageSpan span;  // The writer's bytes when it is posted, later the network's copy of them.
   absl::Time posted;
   absl::Time deadline;
+  uint64_t call_number = 0;  // The same for all spans of one Write, and of no other in the network.
 
   // Whether the writer has given up, or was cut off, before the span landed.
   bool is_abandoned = false;
@@ -108,6 +109,7 @@ class LoopbackNetwork {
 
   mutable Mutex mutex_;
   CondVar changed_;
+  uint64_t next_call_number_ = 1;        // Guarded by mutex_.
   std::map<std::string, Owner> owners_;  // Guarded by mutex_, as everything below.
   std::map<std::string, LoopbackCut> cuts_;
   std::vector<std::shared_ptr<Call>> calls_;   // That wait.

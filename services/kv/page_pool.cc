@@ -91,6 +91,12 @@ int32_t PagePool::num_free() const {
   return static_cast<int32_t>(free_.size());
 }
 
+bool PagePool::is_free(int32_t page) const {
+  MutexLock lock(mutex_);
+  ISTHMUS_CHECK(page >= 0 && page < num_pages());
+  return holders_[static_cast<size_t>(page)] == 0;
+}
+
 void PagePool::CheckConservation() const {
   MutexLock lock(mutex_);
   std::vector<bool> is_free(holders_.size(), false);

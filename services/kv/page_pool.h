@@ -54,6 +54,7 @@ class PagePool {
   int64_t page_bytes() const { return page_bytes_; }
   int32_t num_pages() const { return static_cast<int32_t>(holders_.size()); }
   int32_t num_free() const;
+  bool is_free(int32_t page) const;
 
   // Every page is either free once or held; check-fails otherwise.
   void CheckConservation() const;
