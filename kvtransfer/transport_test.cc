@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
+#include <thread>
+
 #include "absl/time/clock.h"
 #include "kvtransfer/receiver.h"
 #include "kvtransfer/sender.h"
@@ -105,47 +108,175 @@ TEST_P(TransportTest, RefusesAnotherIncarnationBeforeTheFirstByte) {
   EXPECT_EQ(owner.page(0)[1], std::byte{0});
 }
 
+TEST_P(TransportTest, StartsNoWritePastItsDeadline) {
+  PageOwner owner(Make("decode"));
+  const std::unique_ptr<Transport> writer = Make("prefill");
+  const auto page = Pattern(kPageBytes, 1);
+  const PageSpan span = {page, 0, 1, 0};
+  const absl::Status status = writer->Write(owner.endpoint, {&span, 1}, absl::Now());
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_EQ(FaultScopeOf(status), FaultScope::kPeer);
+  EXPECT_EQ(owner.page(0)[1], std::byte{0});
+}
+
+TEST_P(TransportTest, WritesAtOneTimeToOneOwnerAllArrive) {
+  constexpr uint32_t kWriters = 8;
+  PageOwner owner(Make("decode"));
+  const std::unique_ptr<Transport> writer = Make("prefill");
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < kWriters; ++i) {
+    threads.emplace_back([&, i] {
+      for (uint32_t round = 0; round < 5; ++round) {
+        const auto page = Pattern(kPageBytes, i * 5 + round);
+        const PageSpan span = {page, 0, 1, i * 5 + round};
+        const absl::Status status = writer->Write(owner.endpoint, {&span, 1}, Soon());
+        EXPECT_TRUE(status.ok()) << status;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (uint32_t unit = 0; unit < kWriters * 5; ++unit) {
+    const auto page = Pattern(kPageBytes, unit);
+    EXPECT_TRUE(std::equal(page.begin(), page.end(), owner.page(unit).begin())) << unit;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Lanes, TransportTest, ::testing::Values("loopback", "ucx"),
                          [](const auto& param) { return std::string(param.param); });
 
-TEST(UcxTransportTest, AnOwnerThatDoesNotPollCostsNoMoreThanTheDeadline) {
-  auto owner_transport = MakeUcxTransport({});
-  ASSERT_TRUE(owner_transport.ok()) << owner_transport.status();
-  PageOwner owner(*std::move(owner_transport));
+// Owners and one writer over UCX, and writes in threads of their own.
+class UcxTransportTest : public ::testing::Test {
+ protected:
+  struct Outcome {
+    absl::Status status;
+    absl::Duration duration;
+  };
+  static std::unique_ptr<Transport> Make() {
+    auto made = MakeUcxTransport({});
+    EXPECT_TRUE(made.ok()) << made.status();
+    return made.ok() ? *std::move(made) : nullptr;
+  }
+  // Writes `num_spans` pages from `unit` on.
+  Outcome Write(const PageOwner& owner, uint32_t unit, absl::Duration patience,
+                uint32_t num_spans = 1) {
+    std::vector<PageSpan> spans;
+    for (uint32_t i = 0; i < num_spans; ++i)
+      spans.push_back({page_, 0, 1, (unit + i) % uint32_t{kPages}});
+    const absl::Time start = absl::Now();
+    const absl::Status status = writer_->Write(owner.endpoint, spans, start + patience);
+    return {status, absl::Now() - start};
+  }
+  std::future<Outcome> StartWrite(const PageOwner& owner, uint32_t unit, absl::Duration patience,
+                                  uint32_t num_spans = 1) {
+    return std::async(std::launch::async, [this, &owner, unit, patience, num_spans] {
+      return Write(owner, unit, patience, num_spans);
+    });
+  }
+  bool HasLanded(const PageOwner& owner, uint32_t unit) const {
+    return std::equal(page_.begin(), page_.end(), owner.page(unit).begin());
+  }
+
+  const std::vector<std::byte> page_ = Pattern(kPageBytes, 1);
+  std::unique_ptr<Transport> writer_ = Make();
+};
+
+TEST_F(UcxTransportTest, AnOwnerThatDoesNotPollCostsNoMoreThanTheDeadline) {
+  PageOwner owner(Make());
   owner.Stop();
-  auto writer = MakeUcxTransport({});
-  ASSERT_TRUE(writer.ok());
-  const auto page = Pattern(kPageBytes, 1);
-  const PageSpan span = {page, 0, 1, 0};
-  const absl::Time start = absl::Now();
-  const absl::Status status =
-      (*writer)->Write(owner.endpoint, {&span, 1}, start + absl::Milliseconds(300));
-  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  const Outcome outcome = Write(owner, 0, absl::Milliseconds(300));
+  EXPECT_EQ(outcome.status.code(), absl::StatusCode::kDeadlineExceeded) << outcome.status;
+  EXPECT_LT(outcome.duration, absl::Seconds(2));
 }
 
-TEST(UcxTransportTest, ADeadOwnerIsUnavailableAndTheNextOneIsServed) {
-  auto writer = MakeUcxTransport({});
-  ASSERT_TRUE(writer.ok());
-  const auto page = Pattern(kPageBytes, 1);
-  const PageSpan span = {page, 0, 1, 5};
-  auto first = MakeUcxTransport({});
-  ASSERT_TRUE(first.ok());
-  PageOwner owner(*std::move(first));
-  const absl::Time deadline = absl::Now() + absl::Seconds(20);
-  ASSERT_TRUE((*writer)->Write(owner.endpoint, {&span, 1}, deadline).ok());
+TEST_F(UcxTransportTest, AHungOwnerDelaysNoWriteToAnother) {
+  PageOwner hung(Make());
+  PageOwner lively(Make(), kIncarnation + 1);
+  ASSERT_TRUE(Write(hung, 0, absl::Seconds(20)).status.ok());
+  hung.Stop();
+  // One that fills what is on the way, and one that needs a connection first.
+  auto first = StartWrite(hung, 0, absl::Seconds(3), 400);
+  auto second = StartWrite(hung, 0, absl::Seconds(3));
+  absl::Duration longest;
+  for (uint32_t round = 0; round < 50; ++round) {
+    const Outcome outcome = Write(lively, round % uint32_t{kPages}, absl::Seconds(20));
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+    longest = std::max(longest, outcome.duration);
+  }
+  EXPECT_EQ(first.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  EXPECT_LT(longest, absl::Seconds(1));
+  EXPECT_EQ(first.get().status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(second.get().status.code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(UcxTransportTest, AWriteThatGivesUpSpoilsNoOtherToTheSameOwner) {
+  PageOwner owner(Make());
+  ASSERT_TRUE(Write(owner, 0, absl::Seconds(20)).status.ok());
+  owner.Stop();
+  auto patient = StartWrite(owner, 1, absl::Seconds(20), 20);
+  EXPECT_EQ(Write(owner, 21, absl::Milliseconds(200)).status.code(),
+            absl::StatusCode::kDeadlineExceeded);
+  owner.Start();
+  const Outcome outcome = patient.get();
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  for (uint32_t unit = 1; unit <= 20; ++unit) EXPECT_TRUE(HasLanded(owner, unit)) << unit;
+}
+
+TEST_F(UcxTransportTest, AnOwnerThatDiesInTheMiddleIsUnavailableAtOnce) {
+  PageOwner owner(Make());
+  ASSERT_TRUE(Write(owner, 0, absl::Seconds(20)).status.ok());
+  owner.Stop();  // So that the writes are still under way when it dies.
+  std::vector<std::future<Outcome>> writes;
+  for (uint32_t i = 0; i < 4; ++i) {
+    writes.push_back(StartWrite(owner, i, absl::Seconds(20), i == 0 ? 400 : 1));
+  }
+  EXPECT_EQ(writes[0].wait_for(std::chrono::milliseconds(200)), std::future_status::timeout);
   owner.Kill();
-  EXPECT_FALSE((*writer)->Write(owner.endpoint, {&span, 1}, absl::Now() + absl::Seconds(2)).ok());
-
-  auto second = MakeUcxTransport({});
-  ASSERT_TRUE(second.ok());
-  PageOwner next(*std::move(second), kIncarnation + 1);
-  const absl::Status status = (*writer)->Write(next.endpoint, {&span, 1}, deadline);
-  EXPECT_TRUE(status.ok()) << status;
-  EXPECT_TRUE(std::equal(page.begin(), page.end(), next.page(5).begin()));
+  for (auto& write : writes) {
+    const Outcome outcome = write.get();
+    EXPECT_EQ(outcome.status.code(), absl::StatusCode::kUnavailable) << outcome.status;
+    EXPECT_EQ(FaultScopeOf(outcome.status), FaultScope::kPeer);
+    EXPECT_LT(outcome.duration, absl::Seconds(3));
+  }
+  PageOwner next(Make(), kIncarnation + 1);
+  const Outcome outcome = Write(next, 5, absl::Seconds(20));
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_TRUE(HasLanded(next, 5));
 }
 
-TEST(UcxTransportTest, NamesALaneThatDoesNotExist) {
+TEST_F(UcxTransportTest, ADeadOwnerIsUnavailableAndTheNextOneIsServed) {
+  PageOwner owner(Make());
+  ASSERT_TRUE(Write(owner, 5, absl::Seconds(20)).status.ok());
+  owner.Kill();
+  for (int attempt = 0; attempt < 2; ++attempt) {  // On a known connection, then on a fresh one.
+    const Outcome outcome = Write(owner, 5, absl::Seconds(20));
+    EXPECT_EQ(outcome.status.code(), absl::StatusCode::kUnavailable) << outcome.status;
+    EXPECT_LT(outcome.duration, absl::Seconds(3));
+  }
+  PageOwner next(Make(), kIncarnation + 1);
+  const Outcome outcome = Write(next, 5, absl::Seconds(20));
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_TRUE(HasLanded(next, 5));
+}
+
+TEST_F(UcxTransportTest, OneTransportWritesWhileItsOwnPagesAreWritten) {
+  PageOwner left(Make());
+  PageOwner right(Make(), kIncarnation + 1);
+  std::vector<PageSpan> spans;
+  for (uint32_t unit = 0; unit < 20; ++unit) spans.push_back({page_, 0, 1, unit});
+  auto there = std::async(std::launch::async, [&] {
+    return left.transport().Write(right.endpoint, spans, absl::Now() + absl::Seconds(20));
+  });
+  const absl::Status back =
+      right.transport().Write(left.endpoint, spans, absl::Now() + absl::Seconds(20));
+  EXPECT_TRUE(back.ok()) << back;
+  const absl::Status status = there.get();
+  EXPECT_TRUE(status.ok()) << status;
+  for (uint32_t unit = 0; unit < 20; ++unit) {
+    EXPECT_TRUE(HasLanded(left, unit) && HasLanded(right, unit)) << unit;
+  }
+}
+
+TEST(UcxOptionsTest, NamesALaneThatDoesNotExist) {
   UcxOptions options;
   options.devices = "nosuchdevice0";
   EXPECT_EQ(MakeUcxTransport(options).status().code(), absl::StatusCode::kUnavailable);

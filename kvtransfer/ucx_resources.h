@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owners of UCX's C objects and its status codes as ours; internal to transport_ucx.cc.
+// Owners of UCX's C objects and its status codes as ours; internal to the UCX transport.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -25,11 +25,16 @@ using UcxWorker = std::unique_ptr<ucp_worker, UcxWorkerDeleter>;
 // A failed UCX call as a status that spoils the peer: whatever UCX reports about an endpoint means
 // that the process behind it cannot be written to.
 inline absl::Status UcxError(absl::string_view what, ucs_status_t status) {
-  const std::string text = absl::StrCat("ucx: ", what, ": ", ucs_status_string(status));
-  if (status == UCS_ERR_TIMED_OUT) {
-    return WithFaultScope(absl::DeadlineExceededError(text), FaultScope::kPeer);
-  }
-  return WithFaultScope(absl::UnavailableError(text), FaultScope::kPeer);
+  return WithFaultScope(
+      absl::UnavailableError(absl::StrCat("ucx: ", what, ": ", ucs_status_string(status))),
+      FaultScope::kPeer);
+}
+
+// The peer neither failed nor finished in time.
+inline absl::Status UcxDeadlineError(absl::string_view what) {
+  return WithFaultScope(
+      absl::DeadlineExceededError(absl::StrCat("ucx: ", what, ": not finished in time")),
+      FaultScope::kPeer);
 }
 
 // The same for set-up, which spoils the process.

@@ -38,15 +38,21 @@ class PageOwner {
     auto published = transport_->Publish(regions, {incarnation, kLayout});
     EXPECT_TRUE(published.ok()) << published.status();
     if (published.ok()) endpoint = *std::move(published);
+    Start();
+  }
+  ~PageOwner() { Stop(); }
+  void Start() {
+    stop_ = false;
     thread_ = std::thread([this] {
       while (!stop_) transport_->Poll(absl::Milliseconds(20)).IgnoreError();
     });
   }
-  ~PageOwner() { Stop(); }
+  // As a process does that hangs.
   void Stop() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
   }
+  // As the death of the process: its connections close.
   void Kill() {
     Stop();
     transport_.reset();
@@ -55,6 +61,7 @@ class PageOwner {
   std::span<const std::byte> page(uint64_t index) const {
     return std::span(memory_).subspan(index * kPageBytes, kPageBytes);
   }
+  Transport& transport() { return *transport_; }
   std::byte* bytes() { return memory_.data(); }
   v1::KvReservation Reserve(uint32_t num_pages = kPages) const {
     v1::KvReservation reservation;
