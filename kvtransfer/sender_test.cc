@@ -30,10 +30,11 @@ struct Refusal {
   uint64_t own_layout = kLayout;
 
   absl::Status Run() {
-    const auto written =
-        Push(*writer, reservation, target, own_layout, {&span, 1}, absl::Now() + absl::Seconds(5));
+    auto pusher = Pusher::Open(*writer, reservation, target, own_layout);
+    const absl::Status status =
+        pusher.ok() ? pusher->Push({&span, 1}, absl::Now() + absl::Seconds(5)) : pusher.status();
     EXPECT_EQ(owner.page(0)[1], std::byte{0});  // Not one byte came.
-    return written.status();
+    return status;
   }
 };
 
@@ -50,7 +51,22 @@ TEST(SenderTest, RefusesAnotherLayoutWithBothValues) {
 TEST(SenderTest, RefusesAReservationOfAnotherRun) {
   Refusal refusal;
   refusal.reservation.set_worker_incarnation(5);
-  EXPECT_EQ(refusal.Run().code(), absl::StatusCode::kAborted);
+  const absl::Status status = refusal.Run();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(FaultScopeOf(status), FaultScope::kPeer);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("reservation 0000000000000005"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("endpoint 0000000000001234"));
+}
+
+TEST(SenderTest, RefusesADeadIncarnationWhoseAddressAnotherOneHas) {
+  Refusal refusal;
+  refusal.reservation.set_worker_incarnation(0x99);
+  refusal.target.set_worker_incarnation(0x99);
+  const absl::Status status = refusal.Run();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(FaultScopeOf(status), FaultScope::kPeer);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("0000000000001234"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("want 0000000000000099"));
 }
 
 TEST(PusherTest, WritesPiecesAndCountsWhatWasAcknowledged) {
@@ -83,6 +99,27 @@ TEST(PusherTest, WritesNoPageThatWasNotReservedForItAndNothingAfterwards) {
   EXPECT_EQ(pusher->bytes(), 0);
 }
 
+TEST(PusherTest, APieceThatComesTooLateEndsTheTransfer) {
+  Refusal late;
+  auto pusher = Pusher::Open(*late.writer, late.reservation, late.target, kLayout);
+  ASSERT_TRUE(pusher.ok()) << pusher.status();
+  const absl::Status status = pusher->Push({&late.span, 1}, absl::Now() - absl::Seconds(1));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(pusher->Push({&late.span, 1}, absl::Now() + absl::Seconds(5)), status);
+  EXPECT_EQ(late.owner.page(0)[1], std::byte{0});
+}
+
+TEST(PusherTest, MayFillTheStateSlotThatIsReserved) {
+  Refusal slot;
+  v1::KvReservation reservation = slot.owner.Reserve(0);
+  reservation.mutable_state()->set_region_generation(1);
+  reservation.mutable_state()->set_slot(9);
+  auto pusher = Pusher::Open(*slot.writer, reservation, slot.target, kLayout);
+  ASSERT_TRUE(pusher.ok()) << pusher.status();
+  slot.span.unit = 9;
+  EXPECT_TRUE(pusher->Push({&slot.span, 1}, absl::Now() + absl::Seconds(5)).ok());
+}
+
 TEST(SenderTest, RefusesADeadRegionGeneration) {
   Refusal refusal;
   refusal.span.region_generation = 7;
@@ -107,7 +144,10 @@ TEST(SenderTest, RefusesPagesAndSizesOutsideTheRegion) {
 TEST(SenderTest, RefusesTheEndpointOfAnotherTransport) {
   Refusal refusal;
   refusal.target.set_transport("nccl");
-  EXPECT_EQ(refusal.Run().code(), absl::StatusCode::kFailedPrecondition);
+  const absl::Status status = refusal.Run();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("transport differs: ours loopback, decode worker's nccl"));
 }
 
 }  // namespace
