@@ -54,6 +54,7 @@ absl::Status Acceptor::SetSampler(const v1::SamplingParams& sampling,
   state->set_top_p(sampling.has_top_p() ? sampling.top_p() : config_.default_top_p);
   state->set_top_k(sampling.top_k());
   state->set_seed(sampling.has_seed() ? sampling.seed() : rpc::NewIncarnation());
+  state->set_wants_logits_digests(sampling.wants_logits_digests());
   // Written so that a NaN fails.
   if (!(state->temperature() >= 0.0 && state->temperature() <= 2.0)) {
     return OutOfRange("sampling.temperature", state->temperature(), "0 to 2");

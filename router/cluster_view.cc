@@ -2,152 +2,316 @@
 #include "router/cluster_view.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "services/base/fault.h"
 #include "services/base/log.h"
+#include "services/base/status_macros.h"
 #include "services/base/version.h"
 #include "services/rpc/identity.h"
 
 namespace isthmus::router {
 namespace {
 
-constexpr absl::Duration kDescribeTimeout = absl::Seconds(2);
-constexpr absl::Duration kStreamTimeout = absl::Seconds(5);
-// A worker that is starting is asked more often, so that the cluster is ready soon after it is.
-constexpr absl::Duration kEagerInterval = absl::Milliseconds(50);
+// For opening a token stream, not for reading it.
+constexpr absl::Duration kOpenTimeout = absl::Seconds(5);
+constexpr absl::Duration kReopenPause = absl::Milliseconds(50);
+// How long, and how many, workers are shown that are lost or refused.
+constexpr absl::Duration kRemembrance = absl::Minutes(1);
+constexpr size_t kMaxRemembered = 64;
 
-absl::string_view RoleName(v1::WorkerRole role) {
-  return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
-}
-
-// Why a worker that answered cannot be used; empty when it can.
-std::string ProblemOf(const v1::WorkerCard& card, v1::WorkerRole role) {
-  if (card.protocol_version() != kProtocolVersion) {
-    return absl::StrCat("protocol version differs: the worker's is ", card.protocol_version(),
-                        ", ours ", kProtocolVersion);
-  }
-  if (card.role() != role) {
-    return absl::StrCat("role differs: the worker's is ", RoleName(card.role()), ", configured is ",
-                        RoleName(role));
-  }
-  return "";
+void SetDuration(absl::Duration duration, google::protobuf::Duration* wire) {
+  wire->set_seconds(absl::ToInt64Seconds(duration));
+  wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
 }
 
 }  // namespace
 
-v1::WorkerStatus WorkerLink::status() const {
-  MutexLock lock(mutex_);
-  v1::WorkerStatus status = status_;
-  status.set_address(client_->address());
-  if (status.problem().empty() && role_ == v1::WORKER_ROLE_DECODE && !is_stream_open_) {
-    status.set_problem("its token stream is not open");
-  }
-  return status;
-}
-
-void WorkerLink::SetDescribed(const absl::StatusOr<v1::DescribeReply>& reply) {
-  MutexLock lock(mutex_);
-  const bool was_usable = status_.is_reachable() && status_.problem().empty();
-  const uint64_t known = status_.card().incarnation();
-  if (reply.ok()) {
-    status_.set_is_reachable(true);
-    status_.set_problem(ProblemOf(reply->card(), role_));
-    *status_.mutable_card() = reply->card();
-    *status_.mutable_load() = reply->load();
-  } else {
-    status_.set_is_reachable(false);
-    status_.set_problem(std::string(reply.status().message()));
-  }
-  const bool is_usable = status_.is_reachable() && status_.problem().empty();
-  if (was_usable == is_usable && known == status_.card().incarnation()) return;
-  LogInfo(
-      is_usable ? "a worker can be used" : "a worker cannot be used",
-      {{"address", client_->address()}, {"role", RoleName(role_)}, {"problem", status_.problem()}});
-}
-
-void WorkerLink::SetStreamOpen(bool is_open) {
-  MutexLock lock(mutex_);
-  is_stream_open_ = is_open;
-}
-
-ClusterView::ClusterView(const RouterConfig& config, Clock& clock)
-    : config_(config), clock_(clock), incarnation_(rpc::NewIncarnation()) {
-  for (const std::string& address : config.prefill_workers) {
-    links_.push_back(
-        std::make_shared<WorkerLink>(rpc::ConnectWorker(address), v1::WORKER_ROLE_PREFILL));
-  }
-  for (const std::string& address : config.decode_workers) {
-    links_.push_back(
-        std::make_shared<WorkerLink>(rpc::ConnectWorker(address), v1::WORKER_ROLE_DECODE));
-  }
-}
+ClusterView::ClusterView(const RouterConfig& config, Connect connect, Clock& clock)
+    : config_(config),
+      connect_(std::move(connect)),
+      clock_(clock),
+      incarnation_(rpc::NewIncarnation()) {}
 
 ClusterView::~ClusterView() { Stop(); }
 
-void ClusterView::Start() {
-  for (const std::shared_ptr<WorkerLink>& link : links_) {
-    threads_.emplace_back([this, link] { Watch(*link); });
-    if (link->role() != v1::WORKER_ROLE_DECODE) continue;
-    threads_.emplace_back([this, link] { ReadTokens(*link); });
-  }
-}
-
 void ClusterView::Stop() {
+  std::vector<TokenReader> readers;
   {
     MutexLock lock(mutex_);
     stops_ = true;
+    readers.swap(readers_);
   }
   stopped_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-  threads_.clear();
 }
 
-void ClusterView::WaitOrStop(absl::Duration duration) {
-  MutexLock lock(mutex_);
-  stopped_.wait_for(lock, absl::ToChronoMilliseconds(duration), [this] { return stops_.load(); });
+void ClusterView::OnChange(std::function<void()> on_change) {
+  MutexLock lock(change_mutex_);
+  on_change_ = std::move(on_change);
 }
 
-void ClusterView::Watch(WorkerLink& link) {
-  while (!stops_) {
-    const auto reply = link.client().Describe({kDescribeTimeout, [this] { return stops_.load(); }});
-    if (stops_) return;
-    link.SetDescribed(reply);
-    WaitOrStop(reply.ok() ? config_.poll_interval
-                          : std::min(kEagerInterval, config_.poll_interval));
+void ClusterView::Changed() {
+  MutexLock lock(change_mutex_);
+  if (on_change_) on_change_();
+}
+
+v1::Registered ClusterView::Welcome() const {
+  v1::Registered welcome;
+  welcome.set_router_incarnation(incarnation_);
+  SetDuration(config_.load_interval, welcome.mutable_load_interval());
+  SetDuration(config_.heartbeat_interval, welcome.mutable_heartbeat_interval());
+  return welcome;
+}
+
+absl::Status ClusterView::CheckCard(const v1::WorkerCard& card) const {
+  if (card.incarnation() == 0) return absl::InvalidArgumentError("card.incarnation: is 0");
+  if (card.role() != v1::WORKER_ROLE_PREFILL && card.role() != v1::WORKER_ROLE_DECODE) {
+    return absl::InvalidArgumentError(absl::StrCat("card.role: is ", card.role(), ", want ",
+                                                   v1::WORKER_ROLE_PREFILL, " (prefill) or ",
+                                                   v1::WORKER_ROLE_DECODE, " (decode)"));
   }
+  if (card.address().find(':') == std::string::npos) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("card.address: is \"", card.address(), "\", want host:port"));
+  }
+  if (card.protocol_version() != kProtocolVersion) {
+    return absl::FailedPreconditionError(absl::StrCat("protocol version differs: the worker's is ",
+                                                      card.protocol_version(), ", the router's ",
+                                                      kProtocolVersion));
+  }
+  return absl::OkStatus();
 }
 
-void ClusterView::ReadTokens(WorkerLink& link) {
-  absl::Status last;
-  while (!stops_) {
-    const v1::WorkerStatus known = link.status();
-    if (!known.is_reachable()) {
-      WaitOrStop(kEagerInterval);
-      continue;
+absl::Status ClusterView::CheckAgainstLocked(const v1::WorkerCard& card) const {
+  int num_registered = 0;
+  for (const std::shared_ptr<WorkerLink>& link : links_) {
+    // Its successor at the same address need not match it.
+    if (link->address() == card.address() || !link->is_registered()) continue;
+    ++num_registered;
+    if (link->is_silent()) continue;
+    ISTHMUS_RETURN_IF_ERROR(
+        CheckMatch(card, "this worker's", link->card(),
+                   absl::StrCat("that of ", RoleName(link->role()), " worker ", link->address())));
+  }
+  if (num_registered < config_.max_workers) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(num_registered, " workers are registered, want at most ", config_.max_workers));
+}
+
+void ClusterView::ForgetLocked() {
+  const absl::Time now = clock_.Now();
+  while (!refusals_.empty() &&
+         (refusals_.front().at < now - kRemembrance || refusals_.size() > kMaxRemembered)) {
+    refusals_.pop_front();
+  }
+  size_t num_lost = 0;
+  for (const std::shared_ptr<WorkerLink>& link : links_) num_lost += link->is_registered() ? 0 : 1;
+  std::erase_if(links_, [&](const std::shared_ptr<WorkerLink>& link) {
+    if (link->is_registered()) return false;
+    const bool is_read = std::any_of(readers_.begin(), readers_.end(),
+                                     [&](const TokenReader& r) { return r.link == link; });
+    if (is_read || (link->lost_at() > now - kRemembrance && num_lost <= kMaxRemembered)) {
+      return false;
     }
+    --num_lost;
+    return true;
+  });
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> ClusterView::Admit(const v1::WorkerCard& card,
+                                                               uint64_t serial) {
+  std::shared_ptr<WorkerLink> link =
+      std::make_shared<WorkerLink>(connect_(card.address()), card, config_.lease, clock_);
+  Links replaced;
+  {
+    MutexLock lock(mutex_);
+    if (stops_) return absl::UnavailableError("the router stops");
+    ForgetLocked();
+    const auto same = std::find_if(links_.begin(), links_.end(), [&card](const auto& known) {
+      return known->incarnation() == card.incarnation();
+    });
+    if (same != links_.end() && (*same)->is_registered() && !(*same)->is_silent()) {
+      return absl::AlreadyExistsError(
+          absl::StrFormat("the worker of incarnation %016x has a stream", card.incarnation()));
+    }
+    ISTHMUS_RETURN_IF_ERROR(CheckAgainstLocked(card));
+    std::erase_if(refusals_,
+                  [&card](const Refusal& r) { return r.status.address() == card.address(); });
+    if (same != links_.end() && (*same)->address() == card.address()) {
+      link = *same;  // Back again: the requests that it has go on.
+    } else {
+      std::erase_if(links_, [&](const std::shared_ptr<WorkerLink>& known) {
+        const bool is_former =
+            known->address() == card.address() || known->incarnation() == card.incarnation();
+        if (is_former) replaced.push_back(known);
+        return is_former;
+      });
+      links_.push_back(link);
+    }
+    link->SetRegistered(serial);
+  }
+  for (const std::shared_ptr<WorkerLink>& former : replaced) {
+    LogWarning("a worker was replaced by another run",
+               {{"address", former->address()},
+                {"former", absl::StrFormat("%016x", former->incarnation())},
+                {"incarnation", absl::StrFormat("%016x", card.incarnation())}});
+    former->SetReplaced();
+  }
+  return link;
+}
+
+absl::StatusOr<std::unique_ptr<ClusterView::Registration>> ClusterView::Register(
+    const v1::WorkerCard& card) {
+  uint64_t serial = 0;
+  {
+    MutexLock lock(mutex_);
+    serial = next_serial_++;
+  }
+  absl::StatusOr<std::shared_ptr<WorkerLink>> link = CheckCard(card);
+  if (link.status().ok()) link = Admit(card, serial);
+  if (!link.ok()) {
+    NoteRefusal(card, link.status());
+    return link.status();
+  }
+  LogInfo("a worker has registered", {{"address", card.address()},
+                                      {"role", RoleName(card.role())},
+                                      {"incarnation", absl::StrFormat("%016x", card.incarnation())},
+                                      {"lane", card.transfer_lane()}});
+  if (card.role() == v1::WORKER_ROLE_DECODE) StartReader(*link);
+  Changed();
+  return std::make_unique<Registration>(this, *std::move(link), serial);
+}
+
+void ClusterView::NoteRefusal(const v1::WorkerCard& card, const absl::Status& status) {
+  if (absl::IsAlreadyExists(status)) return;
+  Refusal refusal;
+  refusal.status.set_address(card.address());
+  refusal.status.set_problem(absl::StrCat("refused: ", status.message()));
+  *refusal.status.mutable_card() = card;
+  refusal.at = clock_.Now();
+  bool is_known = false;
+  {
+    MutexLock lock(mutex_);
+    std::erase_if(refusals_, [&](const Refusal& r) {
+      if (r.status.address() != card.address()) return false;
+      is_known = is_known || r.status.problem() == refusal.status.problem();
+      return true;
+    });
+    refusals_.push_back(refusal);
+    ForgetLocked();
+  }
+  if (is_known) return;
+  LogWarning("a worker was refused", {{"address", card.address()},
+                                      {"role", RoleName(card.role())},
+                                      {"status", status.ToString()}});
+}
+
+ClusterView::Registration::~Registration() {
+  link_->SetLost(serial_, "its registration stream has ended");
+  if (!link_->is_replaced() && !link_->is_registered()) {
+    LogWarning("a worker's registration has ended",
+               {{"address", link_->address()}, {"role", RoleName(link_->role())}});
+  }
+  view_->Changed();
+}
+
+bool ClusterView::Registration::Report(const v1::WorkerLoad& load) {
+  if (!link_->SetLoad(serial_, load)) return false;
+  view_->Changed();
+  return true;
+}
+
+bool ClusterView::Registration::SetDraining(const std::string& reason) {
+  if (!link_->SetDraining(serial_, reason)) return false;
+  LogInfo("a worker drains", {{"address", link_->address()}, {"reason", reason}});
+  view_->Changed();
+  return true;
+}
+
+Links ClusterView::links() const {
+  MutexLock lock(mutex_);
+  return links_;
+}
+
+std::vector<v1::WorkerStatus> ClusterView::Statuses() const {
+  std::vector<v1::WorkerStatus> statuses;
+  const absl::Time now = clock_.Now();
+  MutexLock lock(mutex_);
+  for (const std::shared_ptr<WorkerLink>& link : links_) {
+    if (link->lost_at() > now - kRemembrance) statuses.push_back(link->status());
+  }
+  for (const Refusal& refusal : refusals_) {
+    if (refusal.at > now - kRemembrance) statuses.push_back(refusal.status);
+  }
+  return statuses;
+}
+
+std::shared_ptr<WorkerLink> ClusterView::Find(const std::string& address) const {
+  MutexLock lock(mutex_);
+  for (const std::shared_ptr<WorkerLink>& link : links_) {
+    if (link->address() == address && link->is_registered()) return link;
+  }
+  return nullptr;
+}
+
+void ClusterView::StartReader(const std::shared_ptr<WorkerLink>& link) {
+  std::vector<TokenReader> ended;  // Joined when no lock is held.
+  MutexLock lock(mutex_);
+  if (stops_) return;
+  for (const TokenReader& reader : readers_) {
+    if (reader.link == link) return;
+  }
+  const auto first_ended = std::stable_partition(
+      readers_.begin(), readers_.end(), [](const TokenReader& r) { return r.link != nullptr; });
+  std::move(first_ended, readers_.end(), std::back_inserter(ended));
+  readers_.erase(first_ended, readers_.end());
+  readers_.push_back({link, Thread(clock_, [this, link] { ReadTokens(link); })});
+}
+
+void ClusterView::ReadTokens(const std::shared_ptr<WorkerLink>& link) {
+  absl::Status last;
+  do {
+    // Of a worker that is not heard of there is nothing to read.
+    if (!link->Standing().ok()) continue;
     v1::TokensHello hello;
     hello.set_router_incarnation(incarnation_);
-    hello.set_worker_incarnation(known.card().incarnation());
+    hello.set_worker_incarnation(link->incarnation());
     bool was_open = false;
-    const absl::Status status = link.client().ReadTokens(
-        hello, {kStreamTimeout, [this] { return stops_.load(); }},
+    absl::Status status = link->client().ReadTokens(
+        hello, {kOpenTimeout, [&] { return stops_ || !link->Standing().ok(); }},
         [&] {
           was_open = true;
-          link.SetStreamOpen(true);
+          link->SetTokensOpen(true);
+          Changed();
         },
-        [&link](const v1::StepTokens& step) { link.relay().Deliver(step); });
-    link.SetStreamOpen(false);
-    link.relay().FailAll(status);
-    if (stops_) return;
-    // A worker that refuses the stream, of another role for example, is said once, not at every
-    // try.
-    if (was_open || status != last) {
+        [&link](const v1::StepTokens& step) {
+          link->NoteTokens();
+          link->relay().Deliver(step);
+        });
+    link->SetTokensOpen(false);
+    if (const absl::Status standing = link->Standing(); !standing.ok()) status = standing;
+    // Only we may say that a request is cancelled; a worker that stops cancels its streams.
+    if (absl::IsCancelled(status)) status = absl::UnavailableError(status.message());
+    link->relay().FailAll(WithFaultScope(status, FaultScope::kPeer));
+    // A worker that refuses the stream is said once, not at every try.
+    if (!stops_ && (was_open || status != last)) {
       LogWarning("a token stream ended",
-                 {{"address", link.client().address()}, {"status", status.ToString()}});
+                 {{"address", link->address()}, {"status", status.ToString()}});
     }
     last = status;
-    WaitOrStop(kEagerInterval);
+  } while (!EndsReader(*link));
+}
+
+bool ClusterView::EndsReader(const WorkerLink& link) {
+  MutexLock lock(mutex_);
+  clock_.WaitFor(stopped_, lock, kReopenPause, [this] { return stops_.load(); });
+  if (!stops_ && !link.is_replaced() && link.is_registered()) return false;
+  for (TokenReader& reader : readers_) {
+    if (reader.link.get() == &link) reader.link = nullptr;
   }
+  return true;
 }
 
 }  // namespace isthmus::router

@@ -1,76 +1,122 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the router knows about the workers: who they are, whether they answer, whether their tokens
-// flow. Workers are named by configuration and asked now and then; discovery comes later.
+// What the router knows about the workers. They come and go by themselves: each holds a
+// registration for as long as its stream is open. No gRPC type appears here (router_server.cc has
+// them).
 #pragma once
 
 #include <atomic>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "proto/cluster.pb.h"
 #include "proto/generate.pb.h"
+#include "router/place.h"
 #include "router/router_config.h"
-#include "router/token_relay.h"
+#include "router/worker_link.h"
 #include "services/base/clock.h"
 #include "services/base/mutex.h"
+#include "services/base/thread.h"
 #include "services/rpc/worker_client.h"
 
 namespace isthmus::router {
 
-// One worker. Its card changes when it is restarted; everything else is fixed.
-class WorkerLink {
- public:
-  WorkerLink(std::unique_ptr<rpc::WorkerClient> client, v1::WorkerRole role)
-      : client_(std::move(client)), role_(role) {}
-
-  rpc::WorkerClient& client() { return *client_; }
-  v1::WorkerRole role() const { return role_; }
-  TokenRelay& relay() { return relay_; }
-
-  // Address, reachability, card and load, and why it cannot be used.
-  v1::WorkerStatus status() const;
-
-  void SetDescribed(const absl::StatusOr<v1::DescribeReply>& reply);
-  void SetStreamOpen(bool is_open);
-
- private:
-  const std::unique_ptr<rpc::WorkerClient> client_;
-  const v1::WorkerRole role_;
-  TokenRelay relay_;  // Decode workers.
-  mutable Mutex mutex_;
-  bool is_stream_open_ = false;  // Guarded by mutex_.
-  v1::WorkerStatus status_;      // Guarded by mutex_.
-};
-
+// Thread-safe.
 class ClusterView {
  public:
-  ClusterView(const RouterConfig& config, Clock& clock);
+  // Makes a client of the worker at an address, without waiting for a connection.
+  using Connect = std::function<std::unique_ptr<rpc::WorkerClient>(const std::string& address)>;
+
+  ClusterView(const RouterConfig& config, Connect connect, Clock& clock);
   ~ClusterView();
 
-  void Start();
-  void Stop();
+  // A worker's open stream. When it is destroyed the worker becomes suspect at once. Must not
+  // outlive the view.
+  class Registration {
+   public:
+    Registration(ClusterView* view, std::shared_ptr<WorkerLink> link, uint64_t serial)
+        : view_(view), link_(std::move(link)), serial_(serial) {}
+    ~Registration();
+    Registration(const Registration&) = delete;
+    Registration& operator=(const Registration&) = delete;
+
+    // What the stream says. False: another stream or run has taken its place, so it should end.
+    bool Report(const v1::WorkerLoad& load);
+    bool SetDraining(const std::string& reason);
+
+   private:
+    ClusterView* const view_;
+    const std::shared_ptr<WorkerLink> link_;
+    const uint64_t serial_;
+  };
+
+  // Takes a worker in. InvalidArgument: its card lacks its incarnation, role or address.
+  // FailedPrecondition: its protocol version is not ours, or a value differs from a registered
+  // worker's; both are named. AlreadyExists: this run has a stream. ResourceExhausted: max_workers
+  // are registered. Another run at the same address is replaced at once, and its requests fail.
+  absl::StatusOr<std::unique_ptr<Registration>> Register(const v1::WorkerCard& card);
+
+  // The answer to a card that was taken.
+  v1::Registered Welcome() const;
 
   // This run of the router, as the workers know it.
   uint64_t incarnation() const { return incarnation_; }
 
-  std::vector<std::shared_ptr<WorkerLink>> links() const { return links_; }
+  // Registered workers and those that were lost lately.
+  Links links() const;
+
+  // The same, and workers that were refused lately.
+  std::vector<v1::WorkerStatus> Statuses() const;
+
+  // The registered worker at an address; null when there is none.
+  std::shared_ptr<WorkerLink> Find(const std::string& address) const;
+
+  // Called by any thread, one at a time, whenever a placement that was not possible may have become
+  // possible. Must not block or call the view. Once this has returned the former one is not called
+  // any more.
+  void OnChange(std::function<void()> on_change);
+
+  // Ends the token streams; further registrations are refused.
+  void Stop();
 
  private:
-  void Watch(WorkerLink& link);
-  void ReadTokens(WorkerLink& link);
-  void WaitOrStop(absl::Duration duration);
+  struct TokenReader {
+    std::shared_ptr<WorkerLink> link;
+    Thread thread;
+  };
+  struct Refusal {
+    v1::WorkerStatus status;
+    absl::Time at;
+  };
+
+  absl::Status CheckCard(const v1::WorkerCard& card) const;
+  absl::StatusOr<std::shared_ptr<WorkerLink>> Admit(const v1::WorkerCard& card, uint64_t serial);
+  absl::Status CheckAgainstLocked(const v1::WorkerCard& card) const;
+  void NoteRefusal(const v1::WorkerCard& card, const absl::Status& status);
+  void ForgetLocked();
+  void StartReader(const std::shared_ptr<WorkerLink>& link);
+  void ReadTokens(const std::shared_ptr<WorkerLink>& link);
+  bool EndsReader(const WorkerLink& link);
+  void Changed();
 
   const RouterConfig config_;
+  const Connect connect_;
   Clock& clock_;
   const uint64_t incarnation_;
-  std::vector<std::shared_ptr<WorkerLink>> links_;
-  std::vector<std::thread> threads_;
   std::atomic<bool> stops_ = false;
-  Mutex mutex_;
+
+  Mutex change_mutex_;
+  std::function<void()> on_change_;  // Guarded by change_mutex_.
+
+  mutable Mutex mutex_;
   CondVar stopped_;
+  uint64_t next_serial_ = 1;          // Guarded by mutex_.
+  Links links_;                       // Guarded by mutex_.
+  std::deque<Refusal> refusals_;      // The latest last. Guarded by mutex_.
+  std::vector<TokenReader> readers_;  // Guarded by mutex_.
 };
 
 }  // namespace isthmus::router

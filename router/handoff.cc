@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "services/base/log.h"
+#include "services/base/fault.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
@@ -13,100 +13,149 @@
 namespace isthmus::router {
 namespace {
 
-constexpr absl::Duration kCancelTimeout = absl::Seconds(10);
+// How long a client's leaving may go unnoticed while tokens are awaited.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
 
 }  // namespace
 
-Attempt::Attempt(const RoutedRequest* request, Placement placement, uint64_t router_incarnation,
-                 Clock& clock, std::function<bool()> is_cancelled)
+bool IsWorthAnotherPair(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kDeadlineExceeded:
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kNotFound:
+      return false;
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kAborted:
+    case absl::StatusCode::kDataLoss:
+    case absl::StatusCode::kResourceExhausted:
+      return true;
+    default:
+      return FaultScopeOf(status) != FaultScope::kRequest;
+  }
+}
+
+Attempt::Attempt(const RoutedRequest* request, Placement placement, AttemptSetting setting)
     : request_(request),
       placement_(std::move(placement)),
-      router_incarnation_(router_incarnation),
-      clock_(clock),
-      is_cancelled_(std::move(is_cancelled)),
+      setting_(std::move(setting)),
       transfer_id_(rpc::NewTransferId()),
-      tokens_(placement_.decode->relay().Subscribe(transfer_id_)) {}
+      tokens_(std::make_shared<TokenMailbox>(setting_.max_behind_messages, setting_.on_overflow,
+                                             *setting_.clock)) {
+  placement_.decode->relay().Subscribe(transfer_id_, tokens_);
+}
 
 Attempt::~Attempt() {
   placement_.decode->relay().Unsubscribe(transfer_id_);
-  if (!is_reserved_) return;
-  v1::CancelCall cancel;
-  cancel.set_transfer_id(transfer_id_);
-  cancel.set_request_id(request_->request_id);
-  cancel.set_reason("the request ended before its sequence");
-  cancel.set_writer_is_done(writer_is_done_);
-  const auto reply = placement_.decode->client().CancelDecode(cancel, {kCancelTimeout, {}});
-  if (reply.ok()) return;
-  // The end of our token stream, or the lease, frees the pages then.
-  LogWarning("a sequence could not be cancelled",
-             {{"request_id", request_->request_id}, {"status", reply.status().ToString()}});
+  if (!may_be_reserved_ && !may_write_) return;
+  CancelJob job;
+  job.transfer_id = transfer_id_;
+  job.request_id = request_->request_id;
+  job.reason = "the request ended before its sequence";
+  if (may_write_) job.prefill = placement_.prefill;
+  if (may_be_reserved_) job.decode = placement_.decode;
+  setting_.canceller->Submit(std::move(job));
 }
 
-rpc::CallOptions Attempt::Call() const {
-  const absl::Duration left = request_->deadline - clock_.Now();
-  return {rpc::HopTimeout(left, absl::ZeroDuration()), is_cancelled_};
+rpc::CallOptions Attempt::CallTo(const WorkerLink& link) const {
+  const absl::Duration left = request_->deadline - setting_.clock->Now();
+  return {rpc::HopTimeout(left, absl::ZeroDuration()),
+          [this, &link] { return setting_.is_cancelled() || !link.Standing().ok(); }};
 }
 
-absl::StatusOr<v1::KvReservation> Attempt::Reserve() {
+absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames_both) {
+  if (absl::IsCancelled(status)) {
+    if (setting_.is_cancelled()) return absl::CancelledError("the client left");
+    // Either we ended the call since the worker is not heard of, or the worker did when it stopped.
+    const absl::Status standing = callee.Standing();
+    status = !standing.ok()
+                 ? standing
+                 : WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
+  }
+  blamed_.insert(callee.incarnation());
+  if (blames_both && !absl::IsResourceExhausted(status)) {
+    blamed_.insert(placement_.prefill->incarnation());
+    blamed_.insert(placement_.decode->incarnation());
+  }
+  if (absl::IsUnavailable(status) && FaultScopeOf(status) == FaultScope::kPeer) {
+    callee.SetFailed(status);
+  }
+  return status;
+}
+
+absl::Status Attempt::Reserve() {
   v1::ReserveCall call;
   call.set_transfer_id(transfer_id_);
   call.set_request_id(request_->request_id);
   call.set_num_prompt_tokens(request_->prompt.size());
   call.set_max_output_tokens(request_->max_output_tokens);
-  call.set_router_incarnation(router_incarnation_);
+  call.set_router_incarnation(setting_.router_incarnation);
   // Before the call: when its answer is lost, the pages are taken all the same.
-  is_reserved_ = true;
-  absl::StatusOr<v1::KvReservation> reservation = placement_.decode->client().Reserve(call, Call());
-  if (reservation.status().code() == absl::StatusCode::kResourceExhausted ||
-      reservation.status().code() == absl::StatusCode::kInvalidArgument) {
-    is_reserved_ = false;
+  may_be_reserved_ = true;
+  WorkerLink& decode = *placement_.decode;
+  absl::StatusOr<v1::KvReservation> reservation = decode.client().Reserve(call, CallTo(decode));
+  if (absl::IsResourceExhausted(reservation.status()) ||
+      absl::IsInvalidArgument(reservation.status())) {
+    may_be_reserved_ = false;
   }
-  return reservation;
+  if (!reservation.ok()) return Judge(reservation.status(), decode, false);
+  reservation_ = *std::move(reservation);
+  return absl::OkStatus();
 }
 
-absl::StatusOr<v1::KvHandoff> Attempt::Prefill(v1::KvReservation reservation) {
+absl::StatusOr<v1::KvHandoff> Attempt::Prefill() {
   v1::PrefillCall call;
   call.set_request_id(request_->request_id);
   call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
   *call.mutable_sampler() = request_->sampler;
-  *call.mutable_reservation() = std::move(reservation);
-  *call.mutable_target() = placement_.decode_card.transfer();
-  writer_is_done_ = false;
-  absl::StatusOr<v1::KvHandoff> handoff = placement_.prefill->client().Prefill(call, Call());
-  writer_is_done_ = handoff.ok();
+  *call.mutable_reservation() = std::move(reservation_);
+  *call.mutable_target() = placement_.decode->card().transfer();
+  may_write_ = true;
+  WorkerLink& prefill = *placement_.prefill;
+  absl::StatusOr<v1::KvHandoff> handoff = prefill.client().Prefill(call, CallTo(prefill));
+  placement_.prefill_charge.Release();
+  // After an error that the worker itself gave nothing is written any more, but from here that
+  // looks the same as a lost answer.
+  may_write_ = !handoff.ok();
+  if (!handoff.ok()) return Judge(handoff.status(), prefill, true);
   return handoff;
 }
 
-absl::Status Attempt::HandOver() {
-  ISTHMUS_ASSIGN_OR_RETURN(v1::KvReservation reservation, Reserve());
+absl::Status Attempt::Admit(v1::KvHandoff handoff) {
   v1::HandoffCall call;
-  ISTHMUS_ASSIGN_OR_RETURN(*call.mutable_handoff(), Prefill(std::move(reservation)));
+  first_token_.add_token_ids(handoff.first_token());
+  if (request_->sampler.wants_logits_digests()) {
+    first_token_.add_logits_crc32c(handoff.first_logits_crc32c());
+  }
+  kv_bytes_ = handoff.kv_bytes();
+  *call.mutable_handoff() = std::move(handoff);
   call.set_request_id(request_->request_id);
   call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
   call.set_max_output_tokens(request_->max_output_tokens);
-  call.set_router_incarnation(router_incarnation_);
-  ISTHMUS_ASSIGN_OR_RETURN(const v1::HandoffReply reply,
-                           placement_.decode->client().Handoff(call, Call()));
-  first_token_ = call.handoff().first_token();
-  kv_bytes_ = call.handoff().kv_bytes();
-  digests_verified_ = reply.digests_verified();
+  call.set_router_incarnation(setting_.router_incarnation);
+  WorkerLink& decode = *placement_.decode;
+  const absl::StatusOr<v1::HandoffReply> reply = decode.client().Handoff(call, CallTo(decode));
+  if (!reply.ok()) return Judge(reply.status(), decode, true);
+  digests_verified_ = reply->digests_verified();
   return absl::OkStatus();
+}
+
+absl::Status Attempt::HandOver() {
+  ISTHMUS_ASSIGN_OR_RETURN(v1::KvHandoff handoff, Prefill());
+  return Admit(std::move(handoff));
 }
 
 absl::StatusOr<v1::SequenceTokens> Attempt::NextTokens() {
   while (true) {
-    std::optional<v1::SequenceTokens> tokens = tokens_->PopFor(kCancelPoll);
+    ISTHMUS_ASSIGN_OR_RETURN(std::optional<v1::SequenceTokens> tokens,
+                             tokens_->TakeFor(kCancelPoll));
     if (tokens.has_value()) {
-      if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) is_reserved_ = false;
+      if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) may_be_reserved_ = false;
       if (tokens->end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens->error());
       return *std::move(tokens);
     }
-    if (tokens_->is_closed()) {
-      return absl::ResourceExhaustedError("the client reads more slowly than tokens are made");
-    }
-    if (is_cancelled_()) return absl::CancelledError("the client left");
-    if (clock_.Now() >= request_->deadline) {
+    if (setting_.is_cancelled()) return absl::CancelledError("the client left");
+    if (setting_.clock->Now() >= request_->deadline) {
       return absl::DeadlineExceededError("the request's deadline has passed");
     }
   }

@@ -4,30 +4,67 @@
 #pragma once
 
 #include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "proto/cluster.pb.h"
-#include "router/cluster_view.h"
+#include "router/route_policy.h"
+#include "router/worker_link.h"
+#include "services/base/mutex.h"
 
 namespace isthmus::router {
 
-// A pair, with the cards that were compared: calls are made against these runs of the workers.
+// A pair, with the request on the books of both.
 struct Placement {
   std::shared_ptr<WorkerLink> prefill;
   std::shared_ptr<WorkerLink> decode;
-  v1::WorkerCard prefill_card;
-  v1::WorkerCard decode_card;
+  Charge prefill_charge;
+  Charge decode_charge;
 };
 
-// Whether the two may exchange pages. FailedPrecondition names the value that differs, both ways.
-absl::Status CheckPair(const v1::WorkerCard& prefill, const v1::WorkerCard& decode);
+struct PlaceWish {
+  uint64_t num_prompt_tokens = 0;
+  uint64_t max_output_tokens = 0;
 
-// The first pair that can be used. Unavailable: a role has no usable worker; the message says what
-// each one's problem is. FailedPrecondition: workers are there, but no two of them match.
-absl::StatusOr<Placement> Place(const std::vector<std::shared_ptr<WorkerLink>>& links);
+  // Incarnations on which this request has failed: taken only when there is nobody else.
+  std::set<uint64_t> failed;
 
-// Values of a pair that requests are held against.
-v1::ClusterValues ValuesOf(const Placement& placement);
+  // Incarnations that have no room now: not taken.
+  std::set<uint64_t> full;
+};
+
+using Links = std::vector<std::shared_ptr<WorkerLink>>;
+
+// Whether two workers may be in one cluster. FailedPrecondition (scope peer) names the value that
+// differs, both ways. Sizes of caches may differ.
+absl::Status CheckMatch(const v1::WorkerCard& a, absl::string_view whose_a, const v1::WorkerCard& b,
+                        absl::string_view whose_b);
+
+// The values that requests are held against: those of a ready pair that matches, with the most
+// tokens that any such pair has room for. Errors are Placer::Place's.
+absl::StatusOr<v1::ClusterValues> ValuesOf(const Links& links,
+                                           const std::vector<v1::WorkerStatus>& statuses);
+
+// Thread-safe.
+class Placer {
+ public:
+  explicit Placer(absl::string_view policy) : policy_(MakeRoutePolicy(policy)) {}
+
+  // The decode worker first, then a prefill worker that matches it. Unavailable (scope peer): a
+  // role has no usable worker; the message has the problems of `statuses`. FailedPrecondition:
+  // workers are there, but no two of them match. ResourceExhausted: all that could serve are in
+  // `wish.full`.
+  absl::StatusOr<Placement> Place(const Links& links, const std::vector<v1::WorkerStatus>& statuses,
+                                  const PlaceWish& wish);
+
+ private:
+  std::shared_ptr<WorkerLink> ChooseLocked(v1::WorkerRole role, const Links& candidates,
+                                           const PlaceWish& wish);
+
+  Mutex mutex_;
+  const std::unique_ptr<RoutePolicy> policy_;  // Guarded by mutex_.
+};
 
 }  // namespace isthmus::router

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "router/router.h"
 
+#include <algorithm>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "router/handoff.h"
-#include "router/place.h"
 #include "router/router_metrics.h"
 #include "router/stream.h"
+#include "services/base/fault.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
@@ -16,6 +17,11 @@
 namespace isthmus::router {
 namespace {
 
+// A worker whose last call failed is ready again with its next report, so a request that finds
+// nobody else waits about that long.
+constexpr absl::Duration kMarkPatience = absl::Milliseconds(1200);
+constexpr absl::Duration kMarkPoll = absl::Milliseconds(10);
+
 bool HasContent(const v1::TokenDelta& delta) {
   return delta.token_ids_size() > 0 || !delta.content().empty() ||
          !delta.reasoning_content().empty();
@@ -23,29 +29,57 @@ bool HasContent(const v1::TokenDelta& delta) {
 
 absl::Status ClientLeft() { return absl::CancelledError("the client left"); }
 
+absl::Status TooSlow() {
+  return absl::ResourceExhaustedError("the client reads more slowly than tokens are made");
+}
+
+// The same code and scope, with more to say.
+absl::Status Annotated(const absl::Status& status, absl::string_view more) {
+  return WithFaultScope(absl::Status(status.code(), absl::StrCat(status.message(), "; ", more)),
+                        FaultScopeOf(status));
+}
+
 }  // namespace
 
+Router::Router(const RouterConfig& config, const Acceptor* acceptor, ClusterView* view,
+               rpc::MetricsExporter* metrics, Clock& clock)
+    : config_(config),
+      acceptor_(acceptor),
+      view_(view),
+      metrics_(metrics),
+      clock_(clock),
+      placer_(config.route_policy),
+      admission_(config.max_active_requests, config.max_queued_requests, clock),
+      canceller_(
+          metrics, [this] { admission_.Wake(); }, clock) {
+  view_->OnChange([this] { admission_.Wake(); });
+}
+
+Router::~Router() { view_->OnChange({}); }
+
 absl::Status Router::Generate(const v1::GenerateRequest& request, const ClientStream& client) {
-  const absl::StatusOr<Placement> placement = Place(view_->links());
-  if (!placement.ok()) return Run(placement.status(), request.request_id(), client);
-  return Run(
-      acceptor_->AcceptGenerate(request, ValuesOf(*placement), clock_.Now(), client.deadline),
-      request.request_id(), client);
+  const absl::StatusOr<v1::ClusterValues> values = ValuesOf(view_->links(), view_->Statuses());
+  if (!values.ok()) return Run(values.status(), request.request_id(), client);
+  return Run(acceptor_->AcceptGenerate(request, *values, clock_.Now(), client.deadline),
+             request.request_id(), client);
 }
 
 absl::Status Router::Chat(const v1::ChatRequest& request, const ClientStream& client) {
-  const absl::StatusOr<Placement> placement = Place(view_->links());
-  if (!placement.ok()) return Run(placement.status(), request.request_id(), client);
-  return Run(acceptor_->AcceptChat(request, ValuesOf(*placement), clock_.Now(), client.deadline),
+  const absl::StatusOr<v1::ClusterValues> values = ValuesOf(view_->links(), view_->Statuses());
+  if (!values.ok()) return Run(values.status(), request.request_id(), client);
+  return Run(acceptor_->AcceptChat(request, *values, clock_.Now(), client.deadline),
              request.request_id(), client);
 }
 
 absl::Status Router::Run(absl::StatusOr<RoutedRequest> accepted, const std::string& wanted_id,
                          const ClientStream& client) {
   absl::Status status = accepted.status();
-  if (status.ok()) status = Serve(*accepted, client);
+  if (status.ok()) {
+    status = Serve(*accepted, client);
+  } else if (absl::IsUnavailable(status) || absl::IsFailedPrecondition(status)) {
+    metrics_->Add(kPlacementFailures, 1);
+  }
   metrics_->Add(kRequests, 1, {absl::StatusCodeToString(status.code())});
-  metrics_->Set(kActiveRequests, static_cast<double>(admission_.active()));
   if (!status.ok()) {
     // A refused request has an id as well: the client's, unless that is what was refused.
     const std::string id =
@@ -58,44 +92,126 @@ absl::Status Router::Run(absl::StatusOr<RoutedRequest> accepted, const std::stri
 absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& client) {
   ISTHMUS_ASSIGN_OR_RETURN(const Admission::Place place,
                            admission_.Enter(request.deadline, client.is_cancelled));
-  metrics_->Set(kActiveRequests, static_cast<double>(admission_.active()));
-  // Again, since the wait may have been long and a worker another one now.
-  ISTHMUS_ASSIGN_OR_RETURN(Placement placement, Place(view_->links()));
-  const uint32_t end_token_id = placement.decode_card.values().end_token_id();
-  Attempt attempt(&request, std::move(placement), view_->incarnation(), clock_,
-                  client.is_cancelled);
-  absl::Status status = attempt.HandOver();
-  if (!status.ok()) {
-    metrics_->Add(kHandoffFailures, 1);
+  PlaceWish wish;
+  wish.num_prompt_tokens = request.prompt.size();
+  wish.max_output_tokens = request.max_output_tokens;
+  Admission::Turn turn(&admission_);
+  absl::Status last;
+  for (int attempts = 1;;) {
+    if (!wish.full.empty() || admission_.has_line()) {
+      const absl::Status waited = turn.Wait(request.deadline, client.is_cancelled);
+      if (!waited.ok()) return last.ok() ? waited : Annotated(waited, last.message());
+      wish.full.clear();
+    }
+    bool may_retry = false;
+    absl::Status status = Try(request, client, wish, turn, &may_retry);
+    if (!may_retry) {
+      // What went wrong first says more than that there is nobody else to try.
+      const bool is_follow_up = attempts > 1 && absl::IsUnavailable(status) && !last.ok();
+      return is_follow_up ? Annotated(last, status.message()) : status;
+    }
+    last = std::move(status);
+    if (!wish.full.empty()) continue;  // Not a failure: its turn will come.
+    if (attempts == config_.max_attempts) {
+      return Annotated(last, absl::StrCat("the request was tried ", attempts, " times"));
+    }
+    ++attempts;
+    metrics_->Add(kRetries, 1, {absl::StatusCodeToString(last.code())});
+    LogWarning("a request is tried again",
+               {{"request_id", request.request_id}, {"status", last.ToString()}});
+  }
+}
+
+absl::StatusOr<Placement> Router::Place(const RoutedRequest& request, const ClientStream& client,
+                                        const PlaceWish& wish) {
+  const absl::Time patience = clock_.Now() + kMarkPatience;
+  while (true) {
+    const Links links = view_->links();
+    absl::StatusOr<Placement> placement = placer_.Place(links, view_->Statuses(), wish);
+    if (placement.ok() || !absl::IsUnavailable(placement.status())) return placement;
+    const bool will_clear =
+        std::any_of(links.begin(), links.end(), [](const auto& l) { return l->is_marked(); });
+    const absl::Time now = clock_.Now();
+    if (!will_clear || now >= patience || now >= request.deadline) return placement;
+    if (client.is_cancelled()) return ClientLeft();
+    clock_.Sleep(kMarkPoll);
+  }
+}
+
+absl::Status Router::Try(const RoutedRequest& request, const ClientStream& client, PlaceWish& wish,
+                         Admission::Turn& turn, bool* may_retry) {
+  absl::Status no_room;
+  // Of several decode workers one may have room while another has not.
+  while (true) {
+    absl::StatusOr<Placement> placement = Place(request, client, wish);
+    if (!placement.ok()) {
+      *may_retry = absl::IsResourceExhausted(placement.status());
+      if (*may_retry) return no_room.ok() ? placement.status() : no_room;
+      metrics_->Add(kPlacementFailures, 1);
+      return placement.status();
+    }
+    const uint32_t end_token_id = placement->decode->card().values().end_token_id();
+    Attempt attempt(&request, *std::move(placement),
+                    {view_->incarnation(), static_cast<size_t>(config_.max_behind_messages),
+                     &canceller_, &clock_, client.is_cancelled, client.cancel});
+    absl::Status status = attempt.Reserve();
+    if (status.ok()) {
+      turn.End();
+      const absl::Time start = clock_.Now();
+      metrics_->Observe(kQueueTime, absl::ToDoubleSeconds(start - request.accepted_at));
+      status = attempt.HandOver();
+      if (status.ok()) {
+        metrics_->Observe(kHandoverTime, absl::ToDoubleSeconds(clock_.Now() - start));
+        metrics_->Add(kPromptTokens, static_cast<double>(request.prompt.size()));
+        return Stream(request, end_token_id, attempt, client);
+      }
+    }
+    if (absl::IsResourceExhausted(status)) {
+      wish.full.insert(attempt.blamed().begin(), attempt.blamed().end());
+      no_room = std::move(status);
+      continue;
+    }
+    metrics_->Add(kHandoffFailures, 1, {absl::StatusCodeToString(status.code())});
+    wish.failed.insert(attempt.blamed().begin(), attempt.blamed().end());
+    wish.full.clear();
+    *may_retry = IsWorthAnotherPair(status) && clock_.Now() < request.deadline;
     return status;
   }
-  metrics_->Add(kPromptTokens, static_cast<double>(request.prompt.size()));
-  return Stream(request, end_token_id, attempt, client);
+}
+
+absl::Status Router::Relay(Attempt& attempt, ReplyStream& reply, const ClientStream& client,
+                           v1::SequenceEnd* end) {
+  v1::GenerateReply event;
+  while (*end == v1::SEQUENCE_END_UNSPECIFIED) {  // Ends at the deadline at the latest.
+    ISTHMUS_ASSIGN_OR_RETURN(const v1::SequenceTokens tokens, attempt.NextTokens());
+    *end = tokens.end();
+    if (tokens.token_ids_size() > 0 && tokens.first_index() != reply.num_output_tokens()) {
+      return absl::InternalError(
+          absl::StrCat("token ", tokens.first_index(), " came, want ", reply.num_output_tokens()));
+    }
+    *event.mutable_delta() = reply.Push(tokens);
+    if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id, Attempt& attempt,
                             const ClientStream& client) {
   ReplyStream reply(&acceptor_->tokenizer(), request, end_token_id);
   v1::GenerateReply event;
-  google::protobuf::RepeatedField<uint32_t> first;
-  first.Add(attempt.first_token());
-  *event.mutable_delta() = reply.Push(first);
+  *event.mutable_delta() = reply.Push(attempt.first_token());
   if (!client.write(event)) return ClientLeft();
   const absl::Time first_at = clock_.Now();
   metrics_->Observe(kTimeToFirstToken, absl::ToDoubleSeconds(first_at - request.accepted_at));
 
   v1::SequenceEnd end = v1::SEQUENCE_END_UNSPECIFIED;
-  while (end == v1::SEQUENCE_END_UNSPECIFIED) {  // Ends at the deadline at the latest.
-    ISTHMUS_ASSIGN_OR_RETURN(const v1::SequenceTokens tokens, attempt.NextTokens());
-    end = tokens.end();
-    if (tokens.first_index() != reply.num_output_tokens()) {
-      return absl::InternalError(
-          absl::StrCat("token ", tokens.first_index(), " came, want ", reply.num_output_tokens()));
-    }
-    *event.mutable_delta() = reply.Push(tokens.token_ids());
-    if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
+  const absl::Status relayed = Relay(attempt, reply, client, &end);
+  if (attempt.has_overflowed()) {
+    metrics_->Add(kSlowClients, 1);
+    return TooSlow();
   }
-  const absl::Duration decode_time = clock_.Now() - first_at;
+  if (!relayed.ok()) return relayed;
+  const double decode_seconds = absl::ToDoubleSeconds(clock_.Now() - first_at);
   *event.mutable_delta() = reply.PushEnd();
   if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
 
@@ -103,8 +219,9 @@ absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id,
   v1::Timings* timings = event.mutable_finish()->mutable_timings();
   timings->set_ttft_ms(absl::ToDoubleMilliseconds(first_at - request.accepted_at));
   if (reply.num_output_tokens() > 1) {
-    timings->set_tokens_per_s(static_cast<double>(reply.num_output_tokens() - 1) /
-                              absl::ToDoubleSeconds(decode_time));
+    const auto tokens = static_cast<double>(reply.num_output_tokens() - 1);
+    timings->set_tokens_per_s(decode_seconds > 0 ? tokens / decode_seconds : 0);
+    metrics_->Observe(kTimePerOutputToken, decode_seconds / tokens);
   }
   v1::TransferFigures* transfer = event.mutable_finish()->mutable_transfer();
   transfer->set_kv_bytes(attempt.kv_bytes());
@@ -120,14 +237,49 @@ absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id,
   return client.write(event) ? absl::OkStatus() : ClientLeft();
 }
 
+void Router::StopAdmission(const std::string& reason) {
+  if (admission_.is_closed()) return;
+  admission_.Close();
+  LogInfo("draining", {{"reason", reason}, {"active_requests", admission_.active()}});
+}
+
+int64_t Router::num_open() const {
+  return admission_.active() + admission_.queued() + canceller_.num_pending();
+}
+
+absl::StatusOr<v1::DrainReply> Router::Drain(const v1::DrainTarget& target,
+                                             absl::Duration patience) {
+  v1::DrainReply reply;
+  if (target.address().empty()) {
+    StopAdmission(target.reason());
+    admission_.WaitUntilEmpty(patience);
+    reply.set_transfers(static_cast<uint64_t>(admission_.active() + admission_.queued()));
+    return reply;
+  }
+  const std::shared_ptr<WorkerLink> link = view_->Find(target.address());
+  if (link == nullptr) {
+    return absl::NotFoundError(
+        absl::StrCat("no worker at \"", target.address(), "\" is registered"));
+  }
+  v1::DrainCall call;
+  call.set_reason(target.reason());
+  call.mutable_patience()->set_seconds(absl::ToInt64Seconds(patience));
+  call.mutable_patience()->set_nanos(
+      static_cast<int32_t>(absl::ToInt64Nanoseconds(patience % absl::Seconds(1))));
+  return link->client().Drain(
+      call, {patience + absl::Seconds(5), [&link] { return !link->Standing().ok(); }});
+}
+
 absl::Status Router::Readiness() const {
-  const absl::StatusOr<Placement> placement = Place(view_->links());
-  if (!placement.ok()) return placement.status();
+  if (is_draining()) {
+    return absl::UnavailableError("draining: the router takes no more requests");
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(const v1::ClusterValues values,
+                           ValuesOf(view_->links(), view_->Statuses()));
   const auto own = static_cast<uint32_t>(acceptor_->tokenizer().vocab_size());
-  const uint32_t theirs = placement->decode_card.values().vocab_size();
-  if (own <= theirs) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("tokenizer.json has ", own, " ids, the workers' model has ", theirs));
+  if (own <= values.vocab_size()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "tokenizer.json has ", own, " ids, the workers' model has ", values.vocab_size()));
 }
 
 v1::StatusReply Router::Status() const {
@@ -138,12 +290,35 @@ v1::StatusReply Router::Status() const {
   const absl::Status readiness = Readiness();
   reply.set_is_ready(readiness.ok());
   reply.set_not_ready_reason(std::string(readiness.message()));
-  for (const std::shared_ptr<WorkerLink>& link : view_->links()) {
-    *reply.add_workers() = link->status();
-  }
+  reply.set_is_draining(is_draining());
+  for (v1::WorkerStatus& status : view_->Statuses()) *reply.add_workers() = std::move(status);
   reply.set_active_requests(static_cast<uint64_t>(admission_.active()));
   reply.set_queued_requests(static_cast<uint64_t>(admission_.queued()));
   return reply;
+}
+
+void Router::PublishGauges() const {
+  metrics_->Set(kActiveRequests, static_cast<double>(admission_.active()));
+  metrics_->Set(kQueuedRequests, static_cast<double>(admission_.queued()));
+  metrics_->Set(kPendingCancels, static_cast<double>(canceller_.num_pending()));
+  // All pairs of labels, so that a state that nobody is in any more becomes 0.
+  std::map<std::pair<absl::string_view, absl::string_view>, int> counts;
+  for (const v1::WorkerRole role : {v1::WORKER_ROLE_PREFILL, v1::WORKER_ROLE_DECODE}) {
+    for (const absl::string_view state : {"ready", "draining", "suspect", "refused"}) {
+      counts[{RoleName(role), state}] = 0;
+    }
+  }
+  for (const v1::WorkerStatus& status : view_->Statuses()) {
+    // A problem begins with its state; "suspect until its next report: ..." does, too.
+    const absl::string_view problem = status.problem();
+    const absl::string_view state =
+        problem.empty() ? "ready" : problem.substr(0, problem.find_first_of(": "));
+    const auto found = counts.find({RoleName(status.card().role()), state});
+    if (found != counts.end()) ++found->second;
+  }
+  for (const auto& [labels, count] : counts) {
+    metrics_->Set(kWorkers, count, {std::string(labels.first), std::string(labels.second)});
+  }
 }
 
 }  // namespace isthmus::router

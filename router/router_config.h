@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "absl/time/time.h"
 #include "services/base/config.h"
@@ -18,19 +17,30 @@ struct RouterConfig {
   std::string metrics_listen;
   std::string log_level = "info";
   std::string checkpoint;
-  std::vector<std::string> prefill_workers = {"127.0.0.1:7101"};
-  std::vector<std::string> decode_workers = {"127.0.0.1:7102"};
   int32_t max_active_requests = 8;
   int32_t max_queued_requests = 64;
+  int32_t max_workers = 64;
+  int32_t max_attempts = 3;
+  int32_t max_behind_messages = 2048;
+  std::string route_policy = "least_loaded";
+  absl::Duration load_interval = absl::Milliseconds(20);
+  absl::Duration heartbeat_interval = absl::Seconds(1);
+  absl::Duration lease = absl::Seconds(5);
   int32_t default_output_tokens = 1024;
   double default_temperature = 1.0;
   double default_top_p = 1.0;
   absl::Duration request_timeout = absl::Minutes(10);
-  absl::Duration poll_interval = absl::Milliseconds(500);
   absl::Duration stop_patience = absl::Seconds(5);
 
   template <typename Visitor>
   void VisitFields(Visitor& visit) {
+    VisitProcessFields(visit);
+    VisitRequestFields(visit);
+  }
+
+  // Listeners, workers, stopping.
+  template <typename Visitor>
+  void VisitProcessFields(Visitor& visit) {
     visit("listen", listen, AnyValue{},
           "host:port of the gRPC listener; port 0 takes a free one. There is no TLS yet.");
     visit("address_file", address_file, AnyValue{},
@@ -41,12 +51,36 @@ struct RouterConfig {
           "Lowest level that is logged.");
     visit("checkpoint", checkpoint, AnyValue{},
           "Directory with tokenizer.json and, where the model has one, the chat encoder's file.");
-    visit("prefill_workers", prefill_workers, AnyValue{}, "host:port of each prefill worker.");
-    visit("decode_workers", decode_workers, AnyValue{}, "host:port of each decode worker.");
+    visit("max_workers", max_workers, Range<int32_t>{1, 4096},
+          "Workers that are registered at one time; beyond, RESOURCE_EXHAUSTED.");
+    visit("registration.load_interval", load_interval,
+          Range<absl::Duration>{absl::Milliseconds(1), absl::Minutes(1)},
+          "Least time between two load reports of a worker.");
+    visit("registration.heartbeat_interval", heartbeat_interval,
+          Range<absl::Duration>{absl::Milliseconds(10), absl::Minutes(1)},
+          "Most time between two reports of a worker whose load does not change.");
+    visit("registration.lease", lease,
+          Range<absl::Duration>{absl::Milliseconds(50), absl::Minutes(10)},
+          "A worker that was silent for longer gets no requests, and those that it has fail. "
+          "Several heartbeat intervals.");
+    visit("stop_patience", stop_patience,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
+          "From SIGTERM to the end of requests that still run.");
+  }
+
+  // Admission, placement, defaults of a request.
+  template <typename Visitor>
+  void VisitRequestFields(Visitor& visit) {
     visit("max_active_requests", max_active_requests, Range<int32_t>{1, 4096},
           "Requests that are worked on at one time.");
     visit("max_queued_requests", max_queued_requests, Range<int32_t>{0, 65536},
           "Requests that wait for that; beyond, RESOURCE_EXHAUSTED.");
+    visit("max_attempts", max_attempts, Range<int32_t>{1, 16},
+          "Pairs of workers that a request is tried on before its first token.");
+    visit("max_behind_messages", max_behind_messages, Range<int32_t>{1, 1 << 20},
+          "Messages of tokens that a client may be behind; beyond, its request is ended.");
+    visit("route.policy", route_policy, OneOf{{"least_loaded", "round_robin"}},
+          "How workers are chosen among those that could serve a request.");
     visit("default_output_tokens", default_output_tokens, Range<int32_t>{1, 1 << 24},
           "Output tokens at most when the request does not say.");
     visit("default_temperature", default_temperature, Range<double>{0.0, 2.0},
@@ -56,12 +90,6 @@ struct RouterConfig {
     visit("request_timeout", request_timeout,
           Range<absl::Duration>{absl::Milliseconds(10), absl::Hours(24)},
           "From accepting a request to its last token. A client's earlier deadline counts.");
-    visit("poll_interval", poll_interval,
-          Range<absl::Duration>{absl::Milliseconds(10), absl::Minutes(1)},
-          "How often a worker is asked who it is and how busy.");
-    visit("stop_patience", stop_patience,
-          Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
-          "From SIGTERM to the end of requests that still run.");
   }
 };
 

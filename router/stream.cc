@@ -45,10 +45,11 @@ void ReplyStream::AddText(const std::string& text, v1::TokenDelta* delta) {
   delta->mutable_reasoning_content()->append(parsed.reasoning);
 }
 
-v1::TokenDelta ReplyStream::Push(const google::protobuf::RepeatedField<uint32_t>& token_ids) {
+v1::TokenDelta ReplyStream::Push(const v1::SequenceTokens& tokens) {
   v1::TokenDelta delta;
-  *delta.mutable_token_ids() = token_ids;
-  for (const uint32_t id : token_ids) {
+  *delta.mutable_token_ids() = tokens.token_ids();
+  *delta.mutable_logits_crc32c() = tokens.logits_crc32c();
+  for (const uint32_t id : tokens.token_ids()) {
     ++num_output_tokens_;
     if (id != end_token_id_) AddText(detokenizer_.Push(static_cast<int32_t>(id)), &delta);
   }

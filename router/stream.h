@@ -21,8 +21,9 @@ class ReplyStream {
   ReplyStream(const text::Tokenizer* tokenizer, const RoutedRequest& request,
               uint32_t end_token_id);
 
-  // What `token_ids` add. Always has the ids; the text may be held back for now.
-  v1::TokenDelta Push(const google::protobuf::RepeatedField<uint32_t>& token_ids);
+  // What the ids of `tokens` add. Always has the ids and their digests; the text may be held back
+  // for now.
+  v1::TokenDelta Push(const v1::SequenceTokens& tokens);
 
   // What was held back until the end, which may be nothing.
   v1::TokenDelta PushEnd();

@@ -3,49 +3,87 @@
 
 #include <utility>
 
-#include "services/rpc/status.h"
+#include "absl/strings/str_cat.h"
 
 namespace isthmus::router {
-namespace {
 
-// Messages that a client may be behind. One step gives one message, so this is seconds.
-constexpr size_t kMaxBehind = 2048;
+void TokenMailbox::Push(const v1::SequenceTokens& tokens) {
+  bool overflows = false;
+  {
+    MutexLock lock(mutex_);
+    if (has_overflowed_ || !failure_.ok()) return;
+    const uint64_t next = pending_.first_index() + static_cast<uint64_t>(pending_.token_ids_size());
+    if (num_messages_ >= max_behind_) {
+      has_overflowed_ = overflows = true;
+    } else if (num_messages_ == 0) {
+      pending_ = tokens;
+      num_messages_ = 1;
+    } else if (tokens.token_ids_size() > 0 && tokens.first_index() != next) {
+      failure_ =
+          absl::InternalError(absl::StrCat("token ", tokens.first_index(), " came, want ", next));
+    } else {
+      pending_.mutable_token_ids()->MergeFrom(tokens.token_ids());
+      pending_.mutable_logits_crc32c()->MergeFrom(tokens.logits_crc32c());
+      pending_.set_end(tokens.end());
+      if (tokens.has_error()) *pending_.mutable_error() = tokens.error();
+      ++num_messages_;
+    }
+  }
+  changed_.notify_one();
+  if (overflows && on_overflow_) on_overflow_();
+}
 
-}  // namespace
+void TokenMailbox::Fail(const absl::Status& status) {
+  {
+    MutexLock lock(mutex_);
+    if (failure_.ok()) failure_ = status;
+  }
+  changed_.notify_one();
+}
 
-std::shared_ptr<SequenceQueue> TokenRelay::Subscribe(const std::string& transfer_id) {
-  auto queue = std::make_shared<SequenceQueue>(kMaxBehind);
+absl::StatusOr<std::optional<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Duration timeout) {
   MutexLock lock(mutex_);
-  queues_[transfer_id] = queue;
-  return queue;
+  const auto has_news = [this] { return num_messages_ > 0 || has_overflowed_ || !failure_.ok(); };
+  if (!has_news()) clock_.WaitFor(changed_, lock, timeout, has_news);
+  if (has_overflowed_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the client reads more slowly than tokens are made: it is more than ",
+                     max_behind_, " messages behind"));
+  }
+  if (num_messages_ > 0) {
+    num_messages_ = 0;
+    return std::make_optional(std::exchange(pending_, v1::SequenceTokens()));
+  }
+  if (!failure_.ok()) return failure_;
+  return std::optional<v1::SequenceTokens>();
+}
+
+bool TokenMailbox::has_overflowed() const {
+  MutexLock lock(mutex_);
+  return has_overflowed_;
+}
+
+void TokenRelay::Subscribe(const std::string& transfer_id, std::shared_ptr<TokenMailbox> mailbox) {
+  MutexLock lock(mutex_);
+  mailboxes_[transfer_id] = std::move(mailbox);
 }
 
 void TokenRelay::Unsubscribe(const std::string& transfer_id) {
   MutexLock lock(mutex_);
-  queues_.erase(transfer_id);
+  mailboxes_.erase(transfer_id);
 }
 
 void TokenRelay::Deliver(const v1::StepTokens& step) {
   MutexLock lock(mutex_);
   for (const v1::SequenceTokens& tokens : step.sequences()) {
-    const auto found = queues_.find(tokens.transfer_id());
-    if (found == queues_.end()) continue;  // Its client has left.
-    if (found->second->TryPush(v1::SequenceTokens(tokens))) continue;
-    found->second->Close();
-    queues_.erase(found);
+    const auto found = mailboxes_.find(tokens.transfer_id());
+    if (found != mailboxes_.end()) found->second->Push(tokens);  // Else its client has left.
   }
 }
 
 void TokenRelay::FailAll(const absl::Status& status) {
   MutexLock lock(mutex_);
-  for (auto& [transfer_id, queue] : queues_) {
-    v1::SequenceTokens last;
-    last.set_transfer_id(transfer_id);
-    last.set_end(v1::SEQUENCE_END_FAILED);
-    *last.mutable_error() = rpc::ToWorkerError(status);
-    if (!queue->TryPush(std::move(last))) queue->Close();
-  }
-  queues_.clear();
+  for (auto& [transfer_id, mailbox] : mailboxes_) mailbox->Fail(status);
 }
 
 }  // namespace isthmus::router

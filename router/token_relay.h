@@ -2,27 +2,63 @@
 // From one decode worker's token stream to the requests that wait for its tokens.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "proto/worker.pb.h"
+#include "services/base/clock.h"
 #include "services/base/mutex.h"
-#include "services/base/queue.h"
 
 namespace isthmus::router {
 
-// Tokens of one sequence, in order. Closed without a last message when its client was too slow.
-using SequenceQueue = BoundedQueue<v1::SequenceTokens>;
+// Tokens of one sequence that its client has not read yet, as one message: who is behind catches up
+// in one go.
+class TokenMailbox {
+ public:
+  // More than `max_behind` messages of the worker that nobody took are too many: `on_overflow` is
+  // called once, by the thread that delivers, and must not block.
+  TokenMailbox(size_t max_behind, std::function<void()> on_overflow, Clock& clock)
+      : max_behind_(max_behind), on_overflow_(std::move(on_overflow)), clock_(clock) {}
+
+  // Never waits.
+  void Push(const v1::SequenceTokens& tokens);
+
+  // The stream is gone; what came before can still be taken.
+  void Fail(const absl::Status& status);
+
+  // What has come since the last call, or nothing within `timeout`. ResourceExhausted: it
+  // overflowed. Internal: a token is missing or doubled. Otherwise what Fail was given.
+  absl::StatusOr<std::optional<v1::SequenceTokens>> TakeFor(absl::Duration timeout);
+
+  bool has_overflowed() const;
+
+ private:
+  const size_t max_behind_;
+  const std::function<void()> on_overflow_;
+  Clock& clock_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  v1::SequenceTokens pending_;   // Guarded by mutex_.
+  size_t num_messages_ = 0;      // In `pending_`. Guarded by mutex_.
+  bool has_overflowed_ = false;  // Guarded by mutex_.
+  absl::Status failure_;         // Guarded by mutex_.
+};
 
 class TokenRelay {
  public:
   // Before the handoff, so that no token can be missed.
-  std::shared_ptr<SequenceQueue> Subscribe(const std::string& transfer_id);
+  void Subscribe(const std::string& transfer_id, std::shared_ptr<TokenMailbox> mailbox);
+
+  // Nothing of the mailbox is called any more when this has returned.
   void Unsubscribe(const std::string& transfer_id);
 
-  // Never waits: a sequence whose queue is full loses its queue, not the others their time.
+  // Never waits for a reader.
   void Deliver(const v1::StepTokens& step);
 
   // Ends every subscription with `status`: the stream is gone.
@@ -30,7 +66,7 @@ class TokenRelay {
 
  private:
   Mutex mutex_;
-  std::map<std::string, std::shared_ptr<SequenceQueue>> queues_;  // Guarded by mutex_.
+  std::map<std::string, std::shared_ptr<TokenMailbox>> mailboxes_;  // Guarded by mutex_.
 };
 
 }  // namespace isthmus::router

@@ -1,26 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The router's steps without a network: accept, admission, place, relay, stream.
+// What a request and its reply are made of: accept and stream.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <thread>
 
-#include "absl/time/clock.h"
 #include "router/accept.h"
-#include "router/admission.h"
-#include "router/place.h"
 #include "router/stream.h"
-#include "router/token_relay.h"
 
 namespace isthmus::router {
 namespace {
 
 using testing::HasSubstr;
-
-const std::function<bool()> kStays = [] { return false; };
 
 const Acceptor& TinyAcceptor() {
   static const std::unique_ptr<Acceptor> acceptor = [] {
@@ -101,6 +93,13 @@ TEST(AcceptTest, RefusesEveryBadFieldByName) {
   expect(request, "sampling.max_output_tokens: is 0");
 }
 
+TEST(AcceptTest, PassesOnTheWishForDigests) {
+  v1::GenerateRequest request = Ids(1);
+  EXPECT_FALSE(Accept(request)->sampler.wants_logits_digests());
+  request.mutable_sampling()->set_wants_logits_digests(true);
+  EXPECT_TRUE(Accept(request)->sampler.wants_logits_digests());
+}
+
 TEST(AcceptTest, EncodesAChat) {
   v1::ChatRequest request;
   request.set_conversation_json(R"({"messages": [{"role": "user", "content": "Hello."}]})");
@@ -111,101 +110,6 @@ TEST(AcceptTest, EncodesAChat) {
   EXPECT_EQ(TinyAcceptor().tokenizer().Decode(
                 std::vector<int32_t>(routed->prompt.begin(), routed->prompt.end())),
             "<｜begin▁of▁sentence｜><｜User｜>Hello.<｜Assistant｜></think>");
-}
-
-TEST(AdmissionTest, AdmitsQueuesAndRefusesInThatOrder) {
-  Admission admission(1, 1);
-  const absl::Time later = absl::Now() + absl::Minutes(1);
-  auto first = std::make_unique<absl::StatusOr<Admission::Place>>(admission.Enter(later, kStays));
-  ASSERT_TRUE(first->ok());
-  std::atomic<bool> is_in = false;
-  std::thread waiter([&] {
-    const auto second = admission.Enter(later, kStays);
-    EXPECT_TRUE(second.ok()) << second.status();
-    is_in = true;
-  });
-  while (admission.queued() == 0) absl::SleepFor(absl::Milliseconds(1));
-  const absl::Status third = admission.Enter(later, kStays).status();
-  EXPECT_EQ(third.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_FALSE(is_in);
-  first.reset();
-  waiter.join();
-  EXPECT_TRUE(is_in);
-  EXPECT_EQ(admission.active(), 0);
-}
-
-TEST(AdmissionTest, AWaitEndsWithItsClientOrItsDeadline) {
-  Admission admission(1, 4);
-  const auto first = admission.Enter(absl::InfiniteFuture(), kStays);
-  EXPECT_EQ(admission.Enter(absl::InfiniteFuture(), [] { return true; }).status().code(),
-            absl::StatusCode::kCancelled);
-  EXPECT_EQ(admission.Enter(absl::Now() + absl::Milliseconds(5), kStays).status().code(),
-            absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(admission.queued(), 0);
-}
-
-TEST(PlaceTest, NamesTheValueThatDiffersBothWays) {
-  v1::WorkerCard prefill;
-  prefill.mutable_values()->set_index_topk(64);
-  prefill.mutable_values()->set_checkpoint_fingerprint(0xa);
-  prefill.mutable_values()->set_arithmetic("math");
-  v1::WorkerCard decode = prefill;
-  EXPECT_TRUE(CheckPair(prefill, decode).ok());
-  decode.mutable_values()->set_checkpoint_fingerprint(0xb);
-  EXPECT_EQ(CheckPair(prefill, decode).message(),
-            "checkpoint fingerprint differs: prefill worker's is 000000000000000a, decode "
-            "worker's 000000000000000b");
-  decode.mutable_values()->set_index_topk(4);
-  EXPECT_EQ(CheckPair(prefill, decode).message(),
-            "model.index_topk differs: prefill worker's is 64, decode worker's 4");
-  decode = prefill;
-  decode.mutable_values()->set_arithmetic("reference");
-  EXPECT_EQ(CheckPair(prefill, decode).code(), absl::StatusCode::kFailedPrecondition);
-  decode = prefill;
-  decode.mutable_values()->set_layout_fingerprint(3);
-  EXPECT_EQ(CheckPair(prefill, decode).code(), absl::StatusCode::kFailedPrecondition);
-  decode = prefill;
-  decode.set_protocol_version(9);
-  EXPECT_EQ(CheckPair(prefill, decode).code(), absl::StatusCode::kFailedPrecondition);
-}
-
-TEST(PlaceTest, WithoutWorkersSaysWhoIsMissing) {
-  const absl::Status status = Place({}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(status.message(), "usable workers: 0 for prefill, 0 for decode");
-}
-
-v1::StepTokens StepOf(const std::string& transfer_id, uint32_t token) {
-  v1::StepTokens step;
-  step.add_sequences()->set_transfer_id(transfer_id);
-  step.mutable_sequences(0)->add_token_ids(token);
-  return step;
-}
-
-TEST(TokenRelayTest, DeliversToSubscribersAndEndsThemAllWithTheStream) {
-  TokenRelay relay;
-  const auto a = relay.Subscribe("a");
-  const auto b = relay.Subscribe("b");
-  relay.Deliver(StepOf("a", 5));
-  relay.Deliver(StepOf("nobody", 6));
-  EXPECT_EQ(a->PopFor(absl::ZeroDuration())->token_ids(0), 5);
-  EXPECT_EQ(b->size(), 0);
-  relay.FailAll(absl::UnavailableError("gone"));
-  const auto last = b->PopFor(absl::ZeroDuration());
-  ASSERT_TRUE(last.has_value());
-  EXPECT_EQ(last->end(), v1::SEQUENCE_END_FAILED);
-  EXPECT_EQ(last->error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
-}
-
-TEST(TokenRelayTest, ASlowReaderLosesItsQueueAndNobodyElseDoes) {
-  TokenRelay relay;
-  const auto slow = relay.Subscribe("slow");
-  const auto quick = relay.Subscribe("quick");
-  for (size_t i = 0; i <= slow->capacity(); ++i) relay.Deliver(StepOf("slow", 1));
-  EXPECT_TRUE(slow->is_closed());
-  relay.Deliver(StepOf("quick", 2));
-  EXPECT_FALSE(quick->is_closed());
-  EXPECT_EQ(quick->size(), 1);
 }
 
 // The deltas and the end of a reply that is `text`, token by token, then the end token.
@@ -230,14 +134,24 @@ Streamed StreamText(const std::string& text, bool is_chat, bool thinking) {
     out.reasoning += delta.reasoning_content();
   };
   for (const int32_t id : ids) {
-    google::protobuf::RepeatedField<uint32_t> one;
-    one.Add(static_cast<uint32_t>(id));
+    v1::SequenceTokens one;
+    one.add_token_ids(static_cast<uint32_t>(id));
     add(stream.Push(one));
   }
   add(stream.PushEnd());
   out.finish = stream.Finish(v1::SEQUENCE_END_STOP);
   EXPECT_EQ(out.finish.usage().output_tokens(), ids.size());
   return out;
+}
+
+TEST(ReplyStreamTest, DigestsStayWithTheirTokens) {
+  RoutedRequest request;
+  request.prompt = {1};
+  ReplyStream stream(&TinyAcceptor().tokenizer(), request, 1);
+  v1::SequenceTokens tokens;
+  tokens.add_token_ids(20);
+  tokens.add_logits_crc32c(0xabcd);
+  EXPECT_EQ(stream.Push(tokens).logits_crc32c(0), 0xabcd);
 }
 
 TEST(ReplyStreamTest, PlainTextPassesAsItIs) {

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "router/canceller.h"
+
+#include <utility>
+
+#include "router/router_metrics.h"
+#include "services/base/log.h"
+
+namespace isthmus::router {
+namespace {
+
+constexpr size_t kMaxWaiting = 1024;
+constexpr int kNumThreads = 4;
+// A prefill worker answers after the step that it is in and the write that it waits for.
+constexpr absl::Duration kPatience = absl::Seconds(15);
+constexpr absl::Duration kLastPatience = absl::Seconds(1);
+// An idle thread looks this seldom; work wakes it at once.
+constexpr absl::Duration kIdleWait = absl::Minutes(1);
+
+}  // namespace
+
+Canceller::Canceller(rpc::MetricsExporter* metrics, std::function<void()> on_done, Clock& clock)
+    : metrics_(metrics), on_done_(std::move(on_done)), clock_(clock), jobs_(kMaxWaiting, clock) {
+  threads_.reserve(kNumThreads);
+  for (int i = 0; i < kNumThreads; ++i) threads_.emplace_back(clock_, [this] { Run(); });
+}
+
+Canceller::~Canceller() { Stop(); }
+
+void Canceller::Stop() {
+  stops_ = true;
+  jobs_.Close();
+  threads_.clear();
+}
+
+void Canceller::Submit(CancelJob job) {
+  ++num_pending_;
+  if (!jobs_.TryPush(std::move(job))) Cancel(job);  // Untouched when it is refused.
+}
+
+void Canceller::Run() {
+  while (true) {
+    const std::optional<CancelJob> job = jobs_.PopFor(kIdleWait);
+    if (job.has_value()) {
+      Cancel(*job);
+    } else if (jobs_.is_closed()) {
+      return;
+    }
+  }
+}
+
+void Canceller::Cancel(const CancelJob& job) {
+  v1::CancelCall call;
+  call.set_transfer_id(job.transfer_id);
+  call.set_request_id(job.request_id);
+  call.set_reason(job.reason);
+  const auto ask = [this](const WorkerLink& link) {
+    return rpc::CallOptions{stops_ ? kLastPatience : kPatience,
+                            [&link] { return !link.Standing().ok(); }};
+  };
+  absl::Status status;
+  if (job.prefill != nullptr) {
+    status = job.prefill->client().CancelPrefill(call, ask(*job.prefill)).status();
+  }
+  call.set_writer_is_done(status.ok());
+  if (job.decode != nullptr) {
+    const absl::Status freed = job.decode->client().CancelDecode(call, ask(*job.decode)).status();
+    if (!freed.ok()) status = freed;
+  }
+  metrics_->Add(kCancels, 1, {status.ok() ? "acknowledged" : "unacknowledged"});
+  if (!status.ok()) {
+    // The end of our token stream, the lease or the quarantine frees the pages then.
+    LogWarning("a cancellation was not acknowledged",
+               {{"request_id", job.request_id}, {"status", status.ToString()}});
+  }
+  --num_pending_;
+  on_done_();
+}
+
+}  // namespace isthmus::router
