@@ -22,16 +22,7 @@ std::function<uint64_t()>& Source() {
   return source;
 }
 
-std::atomic<uint64_t (*)()> random_bits = nullptr;
-
 void FillRandom(void* bytes, size_t size) {
-  if (uint64_t(*const draw)() = random_bits.load(); draw != nullptr) {
-    for (size_t done = 0; done < size; done += sizeof(uint64_t)) {
-      const uint64_t drawn = draw();
-      std::memcpy(static_cast<char*>(bytes) + done, &drawn, std::min(size - done, sizeof(drawn)));
-    }
-    return;
-  }
   if (Source()) {
     for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
       const uint64_t bits = Source()();
@@ -46,8 +37,6 @@ void FillRandom(void* bytes, size_t size) {
 }  // namespace
 
 void SetIdentitySource(std::function<uint64_t()> next_bits) { Source() = std::move(next_bits); }
-
-void UseRandomBits(uint64_t (*bits)()) { random_bits = bits; }
 
 uint64_t NewIncarnation() {
   uint64_t bits = 0;

@@ -10,10 +10,6 @@
 
 namespace isthmus::rpc {
 
-// Takes the place of the kernel's random bits in this whole process, so that a simulation can be
-// repeated; null gives the kernel's again. Must be thread-safe.
-void UseRandomBits(uint64_t (*bits)());
-
 // 64 random bits, never 0.
 uint64_t NewIncarnation();
 

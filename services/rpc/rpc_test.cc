@@ -12,7 +12,6 @@
 #include "services/base/clock.h"
 #include "services/base/fault.h"
 #include "services/rpc/channel.h"
-#include "services/rpc/identity.h"
 #include "services/rpc/metrics_exporter.h"
 #include "services/rpc/server.h"
 #include "services/rpc/status.h"
@@ -252,15 +251,6 @@ TEST(ChannelTest, ATimeoutShrinksAlongThePath) {
   EXPECT_EQ(HopTimeout(absl::Seconds(10), absl::Seconds(5)), absl::Milliseconds(4900));
   EXPECT_EQ(HopTimeout(absl::Milliseconds(10), absl::ZeroDuration()), absl::Milliseconds(9));
   EXPECT_EQ(HopTimeout(absl::Seconds(1), absl::Seconds(2)), absl::ZeroDuration());
-}
-
-TEST(IdentityTest, ASimulationDrawsItsOwn) {
-  EXPECT_NE(NewTransferId(), NewTransferId());
-  UseRandomBits([]() -> uint64_t { return 0x3031323334353637; });
-  EXPECT_EQ(NewTransferId(), "7654321076543210");
-  EXPECT_EQ(NewRequestId(), "r-3031323334353637");
-  UseRandomBits(nullptr);
-  EXPECT_NE(NewIncarnation(), NewIncarnation());
 }
 
 TEST(MetricsExporterTest, ServesOnAFreePortAndRefusesATakenOne) {
