@@ -15,9 +15,9 @@ namespace isthmus::rpc {
 namespace {
 
 // A datagram socket where a service manager would listen, named in NOTIFY_SOCKET while it lives.
-class ListeningManager {
+class ListeningSupervisor {
  public:
-  ListeningManager() : path_(testing::TempDir() + "notify." + std::to_string(getpid())) {
+  ListeningSupervisor() : path_(testing::TempDir() + "notify." + std::to_string(getpid())) {
     fd_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     sockaddr_un address = {};
     address.sun_family = AF_UNIX;
@@ -27,13 +27,13 @@ class ListeningManager {
     setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     setenv("NOTIFY_SOCKET", path_.c_str(), /*overwrite=*/1);
   }
-  ~ListeningManager() {
+  ~ListeningSupervisor() {
     unsetenv("NOTIFY_SOCKET");
     close(fd_);
     unlink(path_.c_str());
   }
-  ListeningManager(const ListeningManager&) = delete;
-  ListeningManager& operator=(const ListeningManager&) = delete;
+  ListeningSupervisor(const ListeningSupervisor&) = delete;
+  ListeningSupervisor& operator=(const ListeningSupervisor&) = delete;
 
   bool is_bound() const { return is_bound_; }
 
@@ -51,41 +51,41 @@ class ListeningManager {
 };
 
 TEST(SupervisorTest, TellsThatItIsReadyInOneMessage) {
-  ListeningManager manager;
-  ASSERT_TRUE(manager.is_bound());
+  ListeningSupervisor supervisor;
+  ASSERT_TRUE(supervisor.is_bound());
 
   NotifyReady("serves on 127.0.0.1:7101");
 
-  EXPECT_EQ(manager.Next(), "READY=1\nSTATUS=serves on 127.0.0.1:7101");
+  EXPECT_EQ(supervisor.Next(), "READY=1\nSTATUS=serves on 127.0.0.1:7101");
 }
 
 TEST(SupervisorTest, LetsNoStatusBeginAnotherAssignment) {
-  ListeningManager manager;
-  ASSERT_TRUE(manager.is_bound());
+  ListeningSupervisor supervisor;
+  ASSERT_TRUE(supervisor.is_bound());
 
   NotifyReady("one\nSTOPPING=1");
 
-  EXPECT_EQ(manager.Next(), "READY=1\nSTATUS=one STOPPING=1");
+  EXPECT_EQ(supervisor.Next(), "READY=1\nSTATUS=one STOPPING=1");
 }
 
 TEST(SupervisorTest, CutsALongStatus) {
-  ListeningManager manager;
-  ASSERT_TRUE(manager.is_bound());
+  ListeningSupervisor supervisor;
+  ASSERT_TRUE(supervisor.is_bound());
 
   NotifyReady(std::string(100000, 'x'));
 
-  EXPECT_EQ(manager.Next(), "READY=1\nSTATUS=" + std::string(512, 'x'));
+  EXPECT_EQ(supervisor.Next(), "READY=1\nSTATUS=" + std::string(512, 'x'));
 }
 
 TEST(SupervisorTest, TellsThatItDrainsAndThatItLives) {
-  ListeningManager manager;
-  ASSERT_TRUE(manager.is_bound());
+  ListeningSupervisor supervisor;
+  ASSERT_TRUE(supervisor.is_bound());
 
   NotifyAlive();
   NotifyStopping();
 
-  EXPECT_EQ(manager.Next(), "WATCHDOG=1");
-  EXPECT_EQ(manager.Next(), "STOPPING=1\nSTATUS=draining");
+  EXPECT_EQ(supervisor.Next(), "WATCHDOG=1");
+  EXPECT_EQ(supervisor.Next(), "STOPPING=1\nSTATUS=draining");
 }
 
 TEST(SupervisorTest, DoesNothingWithoutAManager) {
