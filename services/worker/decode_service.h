@@ -3,7 +3,9 @@
 // sequence, give everything back. No gRPC type appears here (worker_server.cc has them).
 //
 // A transfer is reserved, then admitting (its handoff is being verified), then running, then gone.
-// Cancellation, the end of its router's stream and, while reserved, its lease end it early.
+// Cancellation, the end of its router's stream and, while reserved, its lease end it early. Pages
+// that a writer may still reach go into quarantine: no write starts after the lease, and none lasts
+// longer than the quarantine.
 #pragma once
 
 #include <map>
@@ -14,7 +16,9 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "proto/worker.pb.h"
+#include "services/base/thread.h"
 #include "services/rpc/metrics_exporter.h"
+#include "services/worker/past_transfers.h"
 #include "services/worker/token_streams.h"
 #include "services/worker/worker.h"
 
@@ -22,42 +26,53 @@ namespace isthmus::worker {
 
 class DecodeService {
  public:
-  // Both must outlive the service, and the worker's loop must be stopped before the service dies.
-  DecodeService(Worker* worker, rpc::MetricsExporter* metrics)
-      : worker_(worker), metrics_(metrics) {}
+  // Both must outlive the service. Starts the thread that takes back what has expired.
+  DecodeService(Worker* worker, rpc::MetricsExporter* metrics);
+  ~DecodeService();
 
   // The same reservation for the same transfer id. InvalidArgument: no prompt, more tokens than a
-  // sequence may have. ResourceExhausted: no pages or no state slot. FailedPrecondition: the router
-  // has no token stream here. Unavailable: draining.
+  // sequence may have. ResourceExhausted: no pages or no state slot. FailedPrecondition, scope
+  // peer: the router has no token stream here. Unavailable, scope peer: draining. Aborted: that
+  // transfer has ended here.
   absl::StatusOr<v1::KvReservation> Reserve(const v1::ReserveCall& call);
 
   // Verifies and admits. Aborted: the reservation is gone, or of another run. DataLoss names the
-  // page group whose digest differs. ResourceExhausted: the inbox is full. After an error the
-  // transfer is gone.
+  // page group whose digest differs. Cancelled: by Cancel, or the router's stream has ended. After
+  // an error the transfer is gone.
   absl::StatusOr<v1::HandoffReply> Handoff(const v1::HandoffCall& call);
 
   // Returns when the pages are given back or in quarantine. DeadlineExceeded: the step that the
-  // sequence is in takes longer than `timeout`.
+  // sequence is in takes longer than `timeout`. May be called again, to say that the writer is
+  // done.
   absl::StatusOr<v1::CancelReply> Cancel(const v1::CancelCall& call, absl::Duration timeout);
 
-  // Refuses reservations from now on.
-  v1::DrainReply Drain();
+  // Refuses reservations from now on; what is reserved may still be filled and run to its end.
+  void Drain();
 
-  // The queue that a router's stream reads. Aborted: the hello is for another run of this worker.
+  // The queue that a router's stream reads; until the end of its stream it gets tokens through it.
+  // A router that opens another one loses the old one and what ran on it. Aborted, scope peer: the
+  // hello is for another run of this worker. Unavailable: stopping.
   absl::StatusOr<std::shared_ptr<TokenQueue>> OpenStream(const v1::TokensHello& hello);
 
-  // Ends the router's transfers as well.
-  void CloseStream(uint64_t router_incarnation);
+  // The stream that reads `queue` has ended: so do the router's transfers.
+  void CloseStream(uint64_t router_incarnation, const std::shared_ptr<TokenQueue>& queue);
 
-  // Ends all streams, which unblocks the threads that write them.
-  void Stop() { streams_.CloseAll(); }
+  // Ends all streams, once they have been read to their end, and the service's thread. No stream
+  // can be opened afterwards. The worker's step loop must have stopped before the service dies.
+  void Stop();
 
-  // Takes back expired reservations and frees pages whose quarantine is over. Called every few
-  // hundred milliseconds.
+  // Takes back expired reservations and frees pages whose quarantine is over. The service's thread
+  // does it in time.
   void Sweep();
 
   // Reserved, admitting and running.
   int64_t num_transfers() const;
+
+  // Returns when there are none, or after `patience`: the number that is left.
+  int64_t AwaitIdle(absl::Duration patience);
+
+  // Adds what the service knows to the load.
+  void AddLoad(v1::WorkerLoad* load) const;
 
  private:
   struct Transfer {
@@ -68,31 +83,47 @@ class DecodeService {
     kv::SequenceCache cache;  // Empty once running.
     absl::Time expires;
     uint64_t digests_verified = 0;
+    // Output tokens that were put into the stream or came with the handoff. The loop's alone.
+    int64_t num_sent = 1;
     CancelFlag is_cancelled = std::make_shared<std::atomic<bool>>(false);
   };
   struct Quarantined {
     kv::SequenceCache cache;
     absl::Time until;
   };
+  using Transfers = std::map<std::string, std::shared_ptr<Transfer>>;
 
   absl::Status CheckReserve(const v1::ReserveCall& call) const;
   absl::StatusOr<uint64_t> Verify(const v1::HandoffCall& call, Transfer& transfer);
+  absl::StatusOr<engine::Sequence> SequenceOf(const v1::HandoffCall& call, Transfer& transfer);
   absl::Status Admit(const v1::HandoffCall& call, const std::shared_ptr<Transfer>& transfer);
-  StepLoop::Entry EntryOf(const std::string& transfer_id, engine::Sequence sequence,
-                          const std::shared_ptr<TokenQueue>& queue, const CancelFlag& is_cancelled);
-  void EndSequence(const std::string& transfer_id, engine::Sequence sequence,
-                   const absl::Status& status, TokenQueue& queue);
-  void Remove(const std::string& transfer_id);
-  void Quarantine(kv::SequenceCache cache);  // Under mutex_.
+  void Refuse(const v1::HandoffCall& call, Transfer& transfer, const absl::Status& status);
+  StepLoop::Entry EntryOf(const std::shared_ptr<Transfer>& transfer, engine::Sequence sequence,
+                          const std::shared_ptr<TokenQueue>& queue);
+  void SendTokens(Transfer& transfer, const engine::Sequence& sequence,
+                  v1::SequenceTokens* message) const;
+  void EndSequence(Transfer& transfer, engine::Sequence sequence, const absl::Status& status,
+                   TokenQueue& queue);
+  void EndTransfersOf(uint64_t router_incarnation);
+  void RunSweeper();
+
+  // Under mutex_.
+  void Quarantine(Transfer& transfer);
+  Transfers::iterator Erase(Transfers::iterator entry);
+  void SweepAt(absl::Time now);
+  absl::Time NextSweep() const;
 
   Worker* const worker_;
   rpc::MetricsExporter* const metrics_;
   TokenStreams streams_;
   mutable Mutex mutex_;
-  CondVar removed_;
-  std::map<std::string, std::shared_ptr<Transfer>> transfers_;  // Guarded by mutex_.
-  std::vector<Quarantined> quarantine_;                         // Guarded by mutex_.
-  bool is_draining_ = false;                                    // Guarded by mutex_.
+  CondVar changed_;
+  Transfers transfers_;                            // Guarded by mutex_, as all below.
+  std::map<std::string, Quarantined> quarantine_;  // By transfer id.
+  PastTransfers past_;
+  bool is_draining_ = false;
+  bool stops_ = false;
+  Thread sweeper_;
 };
 
 }  // namespace isthmus::worker

@@ -2,150 +2,314 @@
 #include "services/worker/prefill_service.h"
 
 #include <algorithm>
-#include <cmath>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kvtransfer/sender.h"
 #include "services/base/fault.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
-#include "services/worker/page_groups.h"
+#include "services/worker/call_checks.h"
 #include "services/worker/worker_metrics.h"
 
 namespace isthmus::worker {
 namespace {
 
+// How soon a caller's leaving is noticed.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(10);
 
-absl::StatusOr<std::vector<int32_t>> PromptOf(const v1::PrefillCall& call) {
-  std::vector<int32_t> prompt;
-  prompt.reserve(static_cast<size_t>(call.prompt_token_ids_size()));
-  for (const uint32_t id : call.prompt_token_ids()) {
-    if (id > uint32_t{INT32_MAX}) {
-      return absl::InvalidArgumentError(absl::StrCat("prompt_token_ids: no token has id ", id));
-    }
-    prompt.push_back(static_cast<int32_t>(id));
-  }
-  return prompt;
-}
-
-engine::SamplingParams SamplingOf(const v1::SamplerState& state) {
-  engine::SamplingParams params;
-  params.temperature = static_cast<float>(state.temperature());
-  params.top_p = static_cast<float>(state.top_p());
-  params.top_k = static_cast<int32_t>(std::min<uint32_t>(state.top_k(), INT32_MAX));
-  params.seed = state.seed();
-  params.max_tokens = 1;  // The first token is all that is drawn here.
-  return params;
-}
-
-absl::Duration LeaseOf(const v1::KvReservation& reservation) {
-  return absl::Seconds(reservation.lease().seconds()) +
-         absl::Nanoseconds(reservation.lease().nanos());
-}
-
-absl::Status LeaseIsOver(absl::Duration lease, absl::Duration computed) {
+absl::Status LeaseIsOver(absl::Duration lease, absl::Duration waited) {
   return WithFaultScope(
-      absl::AbortedError(absl::StrCat("reservation.lease: is ", absl::FormatDuration(lease),
-                                      ", the prompt took ", absl::FormatDuration(computed),
-                                      "; its pages are not written any more")),
+      absl::AbortedError(absl::StrCat("reservation.lease: is ", absl::FormatDuration(lease), ", ",
+                                      absl::FormatDuration(waited),
+                                      " have passed; its pages are not written any more")),
       FaultScope::kRequest);
 }
 
-// What the loop hands back to the waiting RPC thread.
-struct Outcome {
-  engine::Sequence sequence;
-  absl::Status status;
+}  // namespace
+
+// One call, from its registration to its answer.
+struct PrefillService::Call {
+  CallScope scope;
+  absl::Time received;
+  absl::Duration lease;
+  absl::Time last_write;  // No write starts later.
+  int64_t num_prompt_tokens = 0;
+  bool may_land = false;  // Of the call's thread; read once it has ended.
+  CancelFlag is_cancelled = std::make_shared<std::atomic<bool>>(false);
+
+  // What the step loop tells the call's thread. It outlives neither.
+  struct Progress {
+    Mutex mutex;
+    CondVar changed;
+    int64_t num_cached = 0;                    // Guarded by mutex, as all below.
+    std::optional<engine::Sequence> sequence;  // Once it has ended, its cache still held.
+    absl::Status status;
+  };
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
 };
 
-}  // namespace
+absl::Status PrefillService::CheckCall(const v1::PrefillCall& call) const {
+  ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_PREFILL));
+  const v1::KvReservation& reservation = call.reservation();
+  ISTHMUS_RETURN_IF_ERROR(CheckTransferId(reservation.transfer_id()));
+  ISTHMUS_RETURN_IF_ERROR(CheckLease(reservation));
+  if (reservation.held_tokens() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "reservation.held_tokens: is ", reservation.held_tokens(), ", this version fills all"));
+  }
+  if (call.sampler().num_draws() != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampler.num_draws: is ", call.sampler().num_draws(), ", want 0"));
+  }
+  // Before any work: a reservation that cannot be filled must not cost a prefill.
+  return transfer::CheckTarget(reservation, call.target(), worker_->identity().layout_fingerprint,
+                               worker_->transport().name());
+}
+
+absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
+    const v1::PrefillCall& call, const CallScope& scope) {
+  auto state = std::make_shared<Call>();
+  state->scope = scope;
+  state->received = worker_->clock().Now();
+  state->lease = LeaseOf(call.reservation());
+  // The lease counts from an earlier moment than the one at which this call arrived: the last tenth
+  // is left for the reservation's way here.
+  state->last_write = state->received + state->lease * 9 / 10;
+  state->num_prompt_tokens = call.prompt_token_ids_size();
+  const std::string& transfer_id = call.reservation().transfer_id();
+  MutexLock lock(mutex_);
+  if (is_draining_) return Draining();
+  if (past_.Contains(transfer_id)) {
+    return absl::AbortedError("transfer_id: this transfer has ended here already");
+  }
+  const auto max_waiting = static_cast<size_t>(worker_->config().max_queued_sequences);
+  if (waiting_.size() >= max_waiting) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("all ", max_waiting, " places for waiting prompts are taken"));
+  }
+  if (!calls_.emplace(transfer_id, state).second) {
+    return absl::AbortedError("transfer_id: another call of this transfer is running");
+  }
+  waiting_.push_back(state.get());
+  return state;
+}
 
 absl::StatusOr<v1::KvHandoff> PrefillService::Prefill(const v1::PrefillCall& call,
                                                       const CallScope& scope) {
-  const absl::Time received = worker_->clock().Now();
-  ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_PREFILL));
-  // Before any work: a reservation that cannot be filled must not cost a prefill.
-  ISTHMUS_RETURN_IF_ERROR(transfer::CheckTarget(call.reservation(), call.target(),
-                                                worker_->identity().layout_fingerprint,
-                                                worker_->transport().name()));
-  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, PromptOf(call));
-  ISTHMUS_ASSIGN_OR_RETURN(
-      engine::Sequence admitted,
-      worker_->engine().Admit(call.request_id(), std::move(prompt), SamplingOf(call.sampler())));
-  ISTHMUS_ASSIGN_OR_RETURN(const engine::Sequence sequence, Compute(std::move(admitted), scope));
-  if (scope.is_cancelled()) return absl::CancelledError("the caller left before the transfer");
-  const absl::Time start = worker_->clock().Now();
-  // Past the lease the pages are somebody else's, and a one-sided write would not be noticed.
-  const absl::Duration lease = LeaseOf(call.reservation());
-  if (start >= received + lease) return LeaseIsOver(lease, start - received);
-  const absl::Time deadline =
-      std::min({scope.deadline, start + worker_->config().transfer_timeout, received + lease});
-  ISTHMUS_ASSIGN_OR_RETURN(v1::KvHandoff handoff, PushPages(call, sequence, deadline));
-  const absl::Duration push_time = worker_->clock().Now() - start;
-  metrics_->Add(kPrefills, 1);
-  metrics_->Add(kPushedBytes, static_cast<double>(handoff.kv_bytes()));
-  metrics_->Observe(kPushSeconds, absl::ToDoubleSeconds(push_time));
-  LogInfo("pushed a prompt's pages", {{"request_id", call.request_id()},
-                                      {"prompt_tokens", sequence.num_prompt_tokens},
-                                      {"kv_bytes", handoff.kv_bytes()},
-                                      {"push_ms", absl::ToDoubleMilliseconds(push_time)}});
+  ISTHMUS_RETURN_IF_ERROR(CheckCall(call));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::shared_ptr<Call> state, Register(call, scope));
+  // The sequence and its pages are gone when Run returns.
+  absl::StatusOr<v1::KvHandoff> handoff = Run(call, *state);
+  MutexLock lock(mutex_);
+  std::erase(waiting_, state.get());
+  calls_.erase(call.reservation().transfer_id());
+  past_.Add(call.reservation().transfer_id(), state->may_land);
+  ++num_ended_;
+  changed_.notify_all();
   return handoff;
 }
 
-absl::StatusOr<engine::Sequence> PrefillService::Compute(engine::Sequence sequence,
-                                                         const CallScope& scope) {
-  auto outcome = std::make_shared<BoundedQueue<Outcome>>(1);
-  const auto is_cancelled = std::make_shared<std::atomic<bool>>(false);
-  StepLoop::Entry entry;
-  entry.sequence = std::move(sequence);
-  entry.is_cancelled = is_cancelled;
-  entry.on_token = [](const engine::Sequence&) { return false; };
-  entry.on_end = [outcome](engine::Sequence ended, const absl::Status& status) {
-    outcome->TryPush({std::move(ended), status});
-  };
-  ISTHMUS_RETURN_IF_ERROR(worker_->loop().Submit(std::move(entry)));
-  // The loop always ends what it took: at the latest one step after the flag, or when it stops.
-  while (true) {
-    std::optional<Outcome> ended = outcome->PopFor(kCancelPoll);
-    if (ended.has_value()) {
-      ISTHMUS_RETURN_IF_ERROR(ended->status);
-      return std::move(ended->sequence);
-    }
-    if (scope.is_cancelled() || worker_->clock().Now() > scope.deadline) *is_cancelled = true;
-  }
-}
-
-absl::StatusOr<v1::KvHandoff> PrefillService::PushPages(const v1::PrefillCall& call,
-                                                        const engine::Sequence& sequence,
-                                                        absl::Time deadline) {
-  kv::CachePool& pool = worker_->pool();
-  const int64_t num_tokens = sequence.num_prompt_tokens;
-  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<transfer::PageSpan> spans,
-                           SpansOf(pool, sequence.cache, num_tokens, call.reservation()));
+absl::StatusOr<v1::KvHandoff> PrefillService::Run(const v1::PrefillCall& call, Call& state) {
+  ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence admitted, AdmitInTurn(call, state));
+  ISTHMUS_ASSIGN_OR_RETURN(PromptPush push, PromptPush::Open(*worker_, call, admitted.cache));
+  ISTHMUS_RETURN_IF_ERROR(Submit(std::move(admitted), state));
+  absl::StatusOr<engine::Sequence> computed = PushWhileComputing(state, push);
+  absl::Status status = computed.status();
+  if (status.ok()) status = CheckStillWanted(state);
+  if (status.ok()) status = push.PushRest(PushDeadline(state));
+  state.may_land = push.may_land();
+  ISTHMUS_RETURN_IF_ERROR(status);
   v1::KvHandoff handoff;
   handoff.set_transfer_id(call.reservation().transfer_id());
   handoff.set_worker_incarnation(call.reservation().worker_incarnation());
   handoff.set_layout_fingerprint(worker_->identity().layout_fingerprint);
-  handoff.set_num_prompt_tokens(static_cast<uint64_t>(num_tokens));
-  handoff.set_first_token(static_cast<uint32_t>(sequence.tokens.back()));
+  handoff.set_num_prompt_tokens(static_cast<uint64_t>(computed->num_prompt_tokens));
+  handoff.set_first_token(static_cast<uint32_t>(computed->tokens.back()));
   *handoff.mutable_sampler() = call.sampler();
-  handoff.mutable_sampler()->set_num_draws(sequence.num_draws);
-  handoff.set_writer_incarnation(worker_->identity().worker_incarnation);
-  for (const transfer::ExpectedGroup& group : GroupsOf(pool, sequence.cache, num_tokens)) {
-    v1::PageGroupDigest* digest = handoff.add_digests();
-    digest->set_cache_kind(group.cache_kind);
-    digest->set_page_index(group.page_index);
-    digest->set_first_layer(group.first_layer);
-    digest->set_num_layers(group.num_layers);
-    digest->set_first_position(group.first_position);
-    digest->set_crc32c(DigestOf(handoff.transfer_id(), group));
+  handoff.mutable_sampler()->set_num_draws(computed->num_draws);
+  if (!computed->logits_crc32c.empty()) {
+    handoff.set_first_logits_crc32c(computed->logits_crc32c.back());
   }
-  ISTHMUS_ASSIGN_OR_RETURN(const uint64_t bytes,
-                           transfer::Push(worker_->transport(), call.reservation(), call.target(),
-                                          worker_->identity().layout_fingerprint, spans, deadline));
-  handoff.set_kv_bytes(bytes);
+  handoff.set_writer_incarnation(worker_->identity().worker_incarnation);
+  push.Describe(&handoff);
+  Report(call, push, handoff);
   return handoff;
+}
+
+absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCall& call,
+                                                             Call& state) {
+  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, TokensOf(call.prompt_token_ids()));
+  engine::SamplingParams sampling = SamplingOf(call.sampler());
+  sampling.max_tokens = 1;  // The first token is all that is drawn here.
+  ISTHMUS_RETURN_IF_ERROR(worker_->engine().Validate(prompt, sampling));
+  MutexLock lock(mutex_);
+  while (true) {
+    ISTHMUS_RETURN_IF_ERROR(CheckStillWanted(state));
+    const bool is_first = waiting_.front() == &state;
+    // Calls that do not wait hold pages; when there are none, nothing more will become free.
+    const bool is_alone = calls_.size() == waiting_.size();
+    if (is_first) {
+      absl::StatusOr<engine::Sequence> admitted =
+          worker_->engine().Admit(call.request_id(), prompt, sampling);
+      if (admitted.ok() || is_alone || !absl::IsResourceExhausted(admitted.status())) {
+        waiting_.pop_front();
+        changed_.notify_all();
+        return admitted;
+      }
+    }
+    const uint64_t num_ended = num_ended_;
+    const absl::Time now = worker_->clock().Now();
+    const absl::Duration patience = state.scope.is_cancelled
+                                        ? kCancelPoll
+                                        : std::min(state.scope.deadline, state.last_write) - now;
+    worker_->clock().WaitFor(changed_, lock, patience, [&] {
+      return *state.is_cancelled || num_ended_ != num_ended ||
+             (!is_first && waiting_.front() == &state);
+    });
+  }
+}
+
+absl::Status PrefillService::Submit(engine::Sequence sequence, Call& state) {
+  StepLoop::Entry entry;
+  entry.sequence = std::move(sequence);
+  entry.is_cancelled = state.is_cancelled;
+  const std::shared_ptr<Call::Progress> progress = state.progress;
+  entry.on_step = [progress](const engine::Sequence& running, int64_t num_gained) {
+    MutexLock lock(progress->mutex);
+    progress->num_cached = running.cache.num_tokens();
+    if (num_gained == 0) progress->changed.notify_all();  // Else the end follows at once.
+    return true;
+  };
+  entry.on_end = [progress](engine::Sequence ended, const absl::Status& status) {
+    MutexLock lock(progress->mutex);
+    progress->sequence = std::move(ended);
+    progress->status = status;
+    progress->changed.notify_all();
+  };
+  return worker_->loop().Submit(std::move(entry));
+}
+
+// The loop always ends what it took: at the latest one step after the flag, or when it stops.
+absl::StatusOr<engine::Sequence> PrefillService::PushWhileComputing(Call& state, PromptPush& push) {
+  Call::Progress& progress = *state.progress;
+  absl::Status failure;
+  while (true) {
+    int64_t num_cached = 0;
+    {
+      MutexLock lock(progress.mutex);
+      const absl::Duration patience =
+          state.scope.is_cancelled
+              ? kCancelPoll
+              : std::min(state.scope.deadline, state.last_write) - worker_->clock().Now();
+      // After a failure only the sequence is waited for.
+      worker_->clock().WaitFor(progress.changed, lock, failure.ok() ? patience : absl::Minutes(1),
+                               [&] {
+                                 return progress.sequence.has_value() ||
+                                        (failure.ok() && push.HasFull(progress.num_cached));
+                               });
+      if (progress.sequence.has_value()) {
+        engine::Sequence sequence = *std::move(progress.sequence);
+        if (failure.ok()) failure = progress.status;
+        if (failure.ok()) return sequence;
+        const absl::Status reason = CheckStillWanted(state);
+        return absl::IsCancelled(failure) && !reason.ok() ? reason : failure;
+      }
+      num_cached = progress.num_cached;
+    }
+    if (!failure.ok()) continue;
+    failure = CheckStillWanted(state);
+    if (failure.ok()) failure = push.PushFull(num_cached, PushDeadline(state));
+    if (!failure.ok()) *state.is_cancelled = true;
+  }
+}
+
+absl::Status PrefillService::CheckStillWanted(const Call& state) const {
+  const absl::Time now = worker_->clock().Now();
+  if (now >= state.last_write) return LeaseIsOver(state.lease, now - state.received);
+  if (now >= state.scope.deadline) {
+    return absl::DeadlineExceededError("the call's deadline is over");
+  }
+  if (*state.is_cancelled || (state.scope.is_cancelled && state.scope.is_cancelled())) {
+    return absl::CancelledError("the call was cancelled");
+  }
+  return absl::OkStatus();
+}
+
+absl::Time PrefillService::PushDeadline(const Call& state) const {
+  return std::min(state.scope.deadline,
+                  worker_->clock().Now() + worker_->config().transfer_timeout);
+}
+
+void PrefillService::Report(const v1::PrefillCall& call, const PromptPush& push,
+                            const v1::KvHandoff& handoff) {
+  const absl::Duration tail = worker_->clock().Now() - push.last_posted();
+  metrics_->Add(kPrefills, 1);
+  metrics_->Add(kPushedBytes, static_cast<double>(handoff.kv_bytes()));
+  metrics_->Observe(kPushSeconds, absl::ToDoubleSeconds(push.write_time()));
+  metrics_->Observe(kLastPushSeconds, absl::ToDoubleSeconds(tail));
+  LogInfo("pushed a prompt's pages",
+          {{"request_id", call.request_id()},
+           {"prompt_tokens", handoff.num_prompt_tokens()},
+           {"kv_bytes", handoff.kv_bytes()},
+           {"push_ms", absl::ToDoubleMilliseconds(push.write_time())},
+           {"last_push_ms", absl::ToDoubleMilliseconds(tail)},
+           {"last_push_posted_unix_us", absl::ToUnixMicros(push.last_posted())}});
+}
+
+absl::StatusOr<v1::CancelReply> PrefillService::Cancel(const v1::CancelCall& call,
+                                                       absl::Duration timeout) {
+  ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_PREFILL));
+  ISTHMUS_RETURN_IF_ERROR(CheckTransferId(call.transfer_id()));
+  v1::CancelReply reply;
+  MutexLock lock(mutex_);
+  const auto found = calls_.find(call.transfer_id());
+  if (found != calls_.end()) {
+    reply.set_was_known(true);
+    LogInfo("cancelled a prefill", {{"request_id", call.request_id()}, {"reason", call.reason()}});
+    *found->second->is_cancelled = true;
+    changed_.notify_all();
+    const bool has_ended = worker_->clock().WaitFor(
+        changed_, lock, timeout, [&] { return calls_.count(call.transfer_id()) == 0; });
+    if (!has_ended) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("the call did not end within ", absl::FormatDuration(timeout)));
+    }
+  }
+  // Also when it was not known: the call itself may still be on its way here.
+  past_.Add(call.transfer_id(), false);
+  if (past_.MayLand(call.transfer_id())) {
+    return absl::UnavailableError("a write of this transfer was given up and may still land");
+  }
+  return reply;
+}
+
+void PrefillService::Drain() {
+  MutexLock lock(mutex_);
+  is_draining_ = true;
+}
+
+int64_t PrefillService::num_calls() const {
+  MutexLock lock(mutex_);
+  return static_cast<int64_t>(calls_.size());
+}
+
+int64_t PrefillService::AwaitIdle(absl::Duration patience) {
+  MutexLock lock(mutex_);
+  worker_->clock().WaitFor(changed_, lock, patience, [this] { return calls_.empty(); });
+  return static_cast<int64_t>(calls_.size());
+}
+
+void PrefillService::AddLoad(v1::WorkerLoad* load) const {
+  MutexLock lock(mutex_);
+  load->set_transfers(load->transfers() + calls_.size());
+  load->set_queued_sequences(load->queued_sequences() + waiting_.size());
+  int64_t pending = 0;
+  for (const auto& [transfer_id, state] : calls_) {
+    MutexLock progress_lock(state->progress->mutex);
+    pending += state->num_prompt_tokens - state->progress->num_cached;
+  }
+  load->set_pending_prompt_tokens(load->pending_prompt_tokens() + static_cast<uint64_t>(pending));
 }
 
 }  // namespace isthmus::worker

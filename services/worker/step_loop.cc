@@ -4,37 +4,62 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "services/base/fault.h"
 #include "services/base/log.h"
 
 namespace isthmus::worker {
 namespace {
 
-// How long an idle loop sleeps at most before it looks whether it should stop.
-constexpr absl::Duration kIdleWait = absl::Milliseconds(200);
+// An entry or the end wakes an idle loop at once; nothing else has to.
+constexpr absl::Duration kIdleWait = absl::Seconds(30);
+
+absl::Status Stopping() {
+  return WithFaultScope(absl::UnavailableError("this worker is stopping"), FaultScope::kPeer);
+}
 
 }  // namespace
 
-StepLoop::StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch)
-    : engine_(engine), max_queued_(max_queued), max_batch_(max_batch), inbox_(max_queued) {}
+// A sequence as it was before a step.
+struct StepLoop::Before {
+  int64_t num_cached = 0;
+  size_t num_tokens = 0;
+};
+
+StepLoop::StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch, Clock& clock)
+    : engine_(engine),
+      max_queued_(max_queued),
+      max_batch_(max_batch),
+      clock_(clock),
+      inbox_(max_queued, clock) {}
 
 StepLoop::~StepLoop() { Stop(); }
 
-void StepLoop::Start() {
-  thread_ = std::thread([this] { Run(); });
+void StepLoop::Start(StepObserver observer) {
+  observer_ = std::move(observer);
+  Touch();
+  thread_ = Thread(clock_, [this] { Run(); });
 }
 
 void StepLoop::Stop() {
   inbox_.Close();
-  if (thread_.joinable()) thread_.join();
+  thread_.Join();
 }
 
 absl::Status StepLoop::Submit(Entry entry) {
-  ++num_sequences_;
+  // From idle on, the time counts from here.
+  if (num_sequences_++ == 0) Touch();
   if (inbox_.TryPush(std::move(entry))) return absl::OkStatus();
   --num_sequences_;
-  if (inbox_.is_closed()) return absl::UnavailableError("this worker is stopping");
+  if (inbox_.is_closed()) return Stopping();
   return absl::ResourceExhaustedError(
       absl::StrCat("all ", max_queued_, " places of the step loop's inbox are taken"));
+}
+
+void StepLoop::Touch() { progress_ns_ = absl::ToUnixNanos(clock_.Now()); }
+
+absl::Duration StepLoop::stalled_for() const {
+  if (num_sequences_ == 0) return absl::ZeroDuration();
+  return clock_.Now() - absl::FromUnixNanos(progress_ns_);
 }
 
 void StepLoop::Run() {
@@ -43,12 +68,11 @@ void StepLoop::Run() {
     if (inbox_.is_closed()) break;
     DropCancelled();
     if (!running_.empty()) StepAll();
+    Touch();
   }
-  for (Entry& entry : running_) End(entry, absl::CancelledError("this worker is stopping"));
+  for (Entry& entry : running_) End(entry, Stopping());
   running_.clear();
-  while (std::optional<Entry> entry = inbox_.PopFor(absl::ZeroDuration())) {
-    End(*entry, absl::CancelledError("this worker is stopping"));
-  }
+  while (std::optional<Entry> entry = inbox_.PopFor(absl::ZeroDuration())) End(*entry, Stopping());
 }
 
 void StepLoop::TakeFromInbox() {
@@ -68,46 +92,38 @@ void StepLoop::DropCancelled() {
 }
 
 void StepLoop::StepAll() {
+  const absl::Time start = clock_.Now();
+  std::vector<Entry*> entries;
+  for (Entry& entry : running_) entries.push_back(&entry);
+  if (const absl::Status status = StepThese(entries); !status.ok()) {
+    // No sequence has advanced; one of them is the reason, and the others should not pay for it.
+    for (Entry* entry : entries) {
+      const absl::Status alone = entries.size() == 1 ? status : StepThese({entry});
+      if (!alone.ok()) End(*entry, alone);
+    }
+  }
+  if (observer_) observer_({clock_.Now() - start, static_cast<int64_t>(entries.size())});
+  RemoveEnded();
+}
+
+absl::Status StepLoop::StepThese(std::vector<Entry*> entries) {
   std::vector<engine::Sequence*> sequences;
-  std::vector<size_t> tokens_before;
-  for (Entry& entry : running_) {
-    sequences.push_back(&entry.sequence);
-    tokens_before.push_back(entry.sequence.tokens.size());
+  std::vector<Before> before;
+  for (Entry* entry : entries) {
+    sequences.push_back(&entry->sequence);
+    before.push_back({entry->sequence.cache.num_tokens(), entry->sequence.tokens.size()});
   }
   const absl::Status status = engine_->Step(sequences);
-  if (!status.ok() && running_.size() > 1) {
-    // No sequence has advanced; one of them is the reason, and the others should not pay for it.
-    StepOneByOne();
-    return;
-  }
-  for (size_t i = 0; i < running_.size(); ++i) {
-    if (status.ok()) {
-      FinishStep(i, tokens_before[i]);
-    } else {
-      End(running_[i], status);
-    }
-  }
-  RemoveEnded();
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < entries.size(); ++i) FinishStep(*entries[i], before[i]);
+  return absl::OkStatus();
 }
 
-void StepLoop::StepOneByOne() {
-  for (size_t i = 0; i < running_.size(); ++i) {
-    const size_t tokens_before = running_[i].sequence.tokens.size();
-    engine::Sequence* sequence = &running_[i].sequence;
-    const absl::Status status = engine_->Step({&sequence, 1});
-    if (status.ok()) {
-      FinishStep(i, tokens_before);
-    } else {
-      End(running_[i], status);
-    }
-  }
-  RemoveEnded();
-}
-
-void StepLoop::FinishStep(size_t index, size_t tokens_before) {
-  Entry& entry = running_[index];
-  if (entry.sequence.tokens.size() == tokens_before) return;  // A chunk of the prompt.
-  const bool goes_on = entry.on_token(entry.sequence);
+void StepLoop::FinishStep(Entry& entry, const Before& before) {
+  const auto num_gained = static_cast<int64_t>(entry.sequence.tokens.size() - before.num_tokens);
+  // The step's budget may have left it out.
+  if (num_gained == 0 && entry.sequence.cache.num_tokens() == before.num_cached) return;
+  const bool goes_on = entry.on_step(entry.sequence, num_gained);
   if (!goes_on || entry.sequence.is_finished()) End(entry, absl::OkStatus());
 }
 

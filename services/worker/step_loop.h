@@ -6,16 +6,25 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "services/base/clock.h"
 #include "services/base/queue.h"
+#include "services/base/thread.h"
 #include "services/engine/engine.h"
 
 namespace isthmus::worker {
 
 using CancelFlag = std::shared_ptr<std::atomic<bool>>;
+
+// What one step was, for metrics.
+struct StepFigures {
+  absl::Duration duration;
+  int64_t num_sequences = 0;  // Running ones; a budget may have kept some of them out of the step.
+};
+using StepObserver = std::function<void(const StepFigures& figures)>;
 
 class StepLoop {
  public:
@@ -24,24 +33,26 @@ class StepLoop {
   struct Entry {
     engine::Sequence sequence;
 
-    // After a step that gave the sequence a token. False ends it here (a prefill is then done).
-    std::function<bool(const engine::Sequence& sequence)> on_token;
+    // After a step that advanced the sequence: more of its prompt is cached, or it gained
+    // `num_gained` tokens. False ends it here.
+    std::function<bool(const engine::Sequence& sequence, int64_t num_gained)> on_step;
 
-    // Exactly once, whatever happens: OK when finished or ended by on_token, CANCELLED, or the
-    // error of its step. The pages are still held by `sequence`.
+    // Exactly once, whatever happens: OK when finished or ended by on_step, CANCELLED, UNAVAILABLE
+    // when the loop stops, or the error of its step. The pages are still held by `sequence`.
     std::function<void(engine::Sequence sequence, const absl::Status& status)> on_end;
 
     // True: the sequence ends before its next step.
     CancelFlag is_cancelled;
   };
 
-  // `engine` must outlive the loop. At most `max_batch` sequences in a step.
-  StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch);
+  // `engine` and `clock` must outlive the loop. At most `max_batch` sequences run.
+  StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch, Clock& clock);
   ~StepLoop();
 
-  void Start();
+  // `observer` may be empty; it is called by the loop's thread after every step.
+  void Start(StepObserver observer = {});
 
-  // Ends every sequence with CANCELLED and the thread. Later entries are refused.
+  // Ends every sequence with UNAVAILABLE, scope peer, and the thread. Later entries are refused.
   void Stop();
 
   // ResourceExhausted: the inbox is full. Unavailable: the loop has stopped. `on_end` is then not
@@ -50,24 +61,35 @@ class StepLoop {
 
   // Running and waiting.
   int64_t num_sequences() const { return num_sequences_; }
+  int64_t num_queued() const { return static_cast<int64_t>(inbox_.size()); }
+
+  // How long ago the loop last got anywhere while there is work for it; zero when there is none.
+  // The measure of liveness.
+  absl::Duration stalled_for() const;
 
  private:
+  struct Before;
+
   void Run();
   void TakeFromInbox();
   void DropCancelled();
   void StepAll();
-  void StepOneByOne();
-  void FinishStep(size_t index, size_t tokens_before);
+  absl::Status StepThese(std::vector<Entry*> entries);
+  void FinishStep(Entry& entry, const Before& before);
   void End(Entry& entry, const absl::Status& status);
   void RemoveEnded();
+  void Touch();
 
   engine::Engine* const engine_;
   const size_t max_queued_;
   const size_t max_batch_;
+  Clock& clock_;
+  StepObserver observer_;
   BoundedQueue<Entry> inbox_;
   std::vector<Entry> running_;  // The loop's thread alone. An ended entry has no on_end.
   std::atomic<int64_t> num_sequences_ = 0;
-  std::thread thread_;
+  std::atomic<int64_t> progress_ns_ = 0;  // Unix time of the last progress.
+  Thread thread_;
 };
 
 }  // namespace isthmus::worker

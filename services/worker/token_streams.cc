@@ -6,33 +6,37 @@
 namespace isthmus::worker {
 namespace {
 
-// Messages between step loop and network. A router that leaves so many unread is not reading.
-constexpr size_t kMaxQueued = 8192;
 constexpr size_t kMaxRouters = 64;
 
 }  // namespace
 
+size_t TokenStreams::max_routers() { return kMaxRouters; }
+
 absl::StatusOr<std::shared_ptr<TokenQueue>> TokenStreams::Open(uint64_t router_incarnation) {
   MutexLock lock(mutex_);
   if (is_closed_) return absl::UnavailableError("this worker is stopping");
+  auto queue = std::make_shared<TokenQueue>(2 * max_unread_, clock_);
+  const auto found = queues_.find(router_incarnation);
+  if (found != queues_.end()) {
+    found->second->Close();
+    found->second = queue;
+    return queue;
+  }
   if (queues_.size() >= kMaxRouters) {
     return absl::ResourceExhaustedError(
         absl::StrCat(kMaxRouters, " routers have a token stream here already"));
   }
-  auto queue = std::make_shared<TokenQueue>(kMaxQueued);
-  if (!queues_.emplace(router_incarnation, queue).second) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("router ", router_incarnation, " has a token stream here already"));
-  }
+  queues_.emplace(router_incarnation, queue);
   return queue;
 }
 
-void TokenStreams::Close(uint64_t router_incarnation) {
+bool TokenStreams::Close(uint64_t router_incarnation, const std::shared_ptr<TokenQueue>& queue) {
   MutexLock lock(mutex_);
+  queue->Close();
   const auto found = queues_.find(router_incarnation);
-  if (found == queues_.end()) return;
-  found->second->Close();
+  if (found == queues_.end() || found->second != queue) return false;
   queues_.erase(found);
+  return true;
 }
 
 void TokenStreams::CloseAll() {

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "proto/worker.pb.h"
+#include "services/base/clock.h"
 #include "services/base/mutex.h"
 #include "services/base/queue.h"
 
@@ -18,16 +19,32 @@ using TokenQueue = BoundedQueue<v1::SequenceTokens>;
 
 class TokenStreams {
  public:
-  // A queue for a router's stream; AlreadyExists when it has one.
+  // A stream refuses tokens once `max_unread` messages wait in it; the messages that end sequences
+  // find room twice that long. `clock` must outlive the streams.
+  TokenStreams(size_t max_unread, Clock& clock) : max_unread_(max_unread), clock_(clock) {}
+
+  // A queue for a router's stream, in place of the one it has: who comes again knows that the old
+  // one is dead, and its reader sees it closed. ResourceExhausted: too many routers.
   absl::StatusOr<std::shared_ptr<TokenQueue>> Open(uint64_t router_incarnation);
-  void Close(uint64_t router_incarnation);
+
+  // False when that router has another stream by now, or none.
+  bool Close(uint64_t router_incarnation, const std::shared_ptr<TokenQueue>& queue);
+
   // Ends all streams; further ones are refused.
   void CloseAll();
 
   // Null when that router has no stream.
   std::shared_ptr<TokenQueue> Find(uint64_t router_incarnation) const;
 
+  // Whether `queue` takes tokens, or must be kept for ends.
+  bool HasRoom(const TokenQueue& queue) const { return queue.size() < max_unread_; }
+
+  // Routers that can have a stream at one time.
+  static size_t max_routers();
+
  private:
+  const size_t max_unread_;
+  Clock& clock_;
   mutable Mutex mutex_;
   std::map<uint64_t, std::shared_ptr<TokenQueue>> queues_;  // Guarded by mutex_.
   bool is_closed_ = false;                                  // Guarded by mutex_.

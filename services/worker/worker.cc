@@ -2,11 +2,14 @@
 #include "services/worker/worker.h"
 
 #include <algorithm>
+#include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
+#include "services/model/scripted_forward.h"
 #include "services/rpc/identity.h"
 #include "services/worker/page_groups.h"
 
@@ -16,6 +19,21 @@ namespace {
 // Writes wake the poll thread at once; this is how soon it sees that it should stop.
 constexpr absl::Duration kPollWait = absl::Milliseconds(200);
 
+model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
+  model::ScriptedOptions options;
+  options.seed = static_cast<uint64_t>(config.scripted_seed);
+  options.vocab_size = config.scripted_vocab_size;
+  options.end_token_id = config.scripted_end_token_id;
+  options.max_positions = config.scripted_max_positions;
+  options.page_tokens = config.page_tokens;
+  options.layer_pairs = config.scripted_layer_pairs;
+  options.end_probability = config.scripted_end_probability;
+  options.max_tokens_per_step = config.scripted_max_tokens_per_step;
+  options.step_time = config.scripted_step_time;
+  options.prefill_token_time = config.scripted_prefill_token_time;
+  return options;
+}
+
 absl::string_view RoleName(v1::WorkerRole role) {
   return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
 }
@@ -23,30 +41,76 @@ absl::string_view RoleName(v1::WorkerRole role) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(const WorkerConfig& config,
-                                                       v1::WorkerRole role, Clock& clock) {
-  if (config.checkpoint.empty()) {
-    return absl::InvalidArgumentError("checkpoint: no directory is given");
+                                                       v1::WorkerRole role, Clock& clock,
+                                                       StepObserver on_step) {
+  WorkerParts parts;
+  parts.on_step = std::move(on_step);
+  transfer::UcxOptions options;
+  options.lanes = config.transfer_lanes;
+  options.devices = config.transfer_devices;
+  ISTHMUS_ASSIGN_OR_RETURN(parts.transport, transfer::MakeUcxTransport(options));
+  if (config.transfer_devices != "lo") {
+    LogWarning("other machines may reach the transport's memory, and it has no TLS",
+               {{"devices", config.transfer_devices}});
   }
+  return Assemble(config, role, std::move(parts), clock);
+}
+
+absl::StatusOr<std::unique_ptr<Worker>> Worker::Assemble(const WorkerConfig& config,
+                                                         v1::WorkerRole role, WorkerParts parts,
+                                                         Clock& clock) {
   // No patch exists yet, so the list of known ones is empty and any name is refused.
   ISTHMUS_RETURN_IF_ERROR(PatchSet::Resolve({}, config.patches).status());
+  if (config.quarantine_time <= config.transfer_timeout) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "quarantine_time: is ", absl::FormatDuration(config.quarantine_time),
+        ", want longer than transfer.timeout, ", absl::FormatDuration(config.transfer_timeout)));
+  }
   std::unique_ptr<Worker> worker(new Worker(config, clock));
-  ISTHMUS_RETURN_IF_ERROR(worker->LoadModel());
-  ISTHMUS_RETURN_IF_ERROR(worker->OpenTransport());
+  worker->transport_ = std::move(parts.transport);
+  ISTHMUS_RETURN_IF_ERROR(worker->TakeModel(parts));
+  ISTHMUS_RETURN_IF_ERROR(worker->Publish(parts.incarnation, role));
   worker->FillCard(role);
-  worker->loop_->Start();
+  worker->loop_->Start(std::move(parts.on_step));
   Worker* const self = worker.get();
-  worker->poll_thread_ = std::thread([self] {
-    while (!self->stops_) {
-      const absl::Status status = self->transport_->Poll(kPollWait);
-      if (status.ok()) continue;
-      LogError("the transport cannot make progress", {{"status", status.ToString()}});
-      self->clock_.Sleep(kPollWait);
-    }
-  });
+  worker->poll_thread_ = Thread(clock, [self] { self->PollTransport(); });
   return worker;
 }
 
-absl::Status Worker::LoadModel() {
+void Worker::PollTransport() {
+  while (!stops_) {
+    const absl::Status status = transport_->Poll(kPollWait);
+    if (status.ok()) continue;
+    LogError("the transport cannot make progress", {{"status", status.ToString()}});
+    clock_.Sleep(kPollWait);
+  }
+}
+
+absl::Status Worker::TakeModel(WorkerParts& parts) {
+  v1::ClusterValues* values = card_.mutable_values();
+  values->set_arithmetic("reference");
+  if (parts.forward != nullptr) {
+    forward_ = std::move(parts.forward);
+    values->set_checkpoint_fingerprint(parts.checkpoint_fingerprint);
+    return BuildEngine(parts.end_token_id);
+  }
+  if (config_.model_kind == "scripted") {
+    const model::ScriptedOptions options = ScriptedOptionsOf(config_);
+    ISTHMUS_ASSIGN_OR_RETURN(forward_, model::ScriptedForward::Create(options, clock_));
+    values->set_checkpoint_fingerprint(model::ScriptedFingerprint(options));
+    return BuildEngine(options.end_token_id);
+  }
+  ISTHMUS_RETURN_IF_ERROR(LoadCheckpoint());
+  values->set_arithmetic(config_.arithmetic);
+  values->set_checkpoint_fingerprint(weights_->fingerprint());
+  values->set_index_topk(static_cast<uint32_t>(weights_->config().index_topk));
+  return BuildEngine(weights_->config().eos_token_id);
+}
+
+absl::Status Worker::LoadCheckpoint() {
+  if (config_.checkpoint.empty()) {
+    return absl::InvalidArgumentError("checkpoint: no directory is given");
+  }
   const int processors = static_cast<int>(std::thread::hardware_concurrency());
   threads_ = std::make_unique<ThreadPool>(config_.threads > 0 ? config_.threads
                                                               : std::clamp(processors, 1, 64));
@@ -58,34 +122,34 @@ absl::Status Worker::LoadModel() {
                            model::Weights::Load(config_.checkpoint, options, threads_.get()));
   ISTHMUS_ASSIGN_OR_RETURN(
       forward_, model::ModelForward::Create(weights_.get(), arithmetic, config_.page_tokens));
-  ISTHMUS_ASSIGN_OR_RETURN(pool_, kv::CachePool::Create(forward_->layout(), config_.cache_tokens,
-                                                        config_.max_sequences));
-  engine::EngineOptions engine_options;
-  engine_options.chunk_tokens = config_.chunk_tokens;
-  engine_options.eos_token_id = weights_->config().eos_token_id;
-  kernels::Exec exec;
-  exec.threads = threads_.get();
-  exec.workspace = &workspace_;
-  engine_ = std::make_unique<engine::Engine>(forward_.get(), pool_.get(), engine_options, exec);
-  loop_ =
-      std::make_unique<StepLoop>(engine_.get(), static_cast<size_t>(config_.max_queued_sequences),
-                                 static_cast<size_t>(config_.max_sequences));
   return absl::OkStatus();
 }
 
-absl::Status Worker::OpenTransport() {
-  transfer::UcxOptions options;
-  options.lanes = config_.transfer_lanes;
-  options.devices = config_.transfer_devices;
-  ISTHMUS_ASSIGN_OR_RETURN(transport_, transfer::MakeUcxTransport(options));
-  card_.set_incarnation(rpc::NewIncarnation());
+absl::Status Worker::BuildEngine(int32_t end_token_id) {
+  ISTHMUS_ASSIGN_OR_RETURN(pool_, kv::CachePool::Create(forward_->layout(), config_.cache_tokens,
+                                                        config_.max_sequences));
+  engine::EngineOptions options;
+  options.chunk_tokens = config_.chunk_tokens;
+  options.max_batch_tokens = config_.max_batch_tokens;
+  options.eos_token_id = end_token_id;
+  kernels::Exec exec;
+  exec.threads = threads_.get();
+  exec.workspace = &workspace_;
+  engine_ = std::make_unique<engine::Engine>(forward_.get(), pool_.get(), options, exec);
+  // Every sequence holds a state slot, so neither the inbox nor the batch can overflow.
+  const auto max_sequences = static_cast<size_t>(config_.max_sequences);
+  loop_ = std::make_unique<StepLoop>(engine_.get(), max_sequences, max_sequences, clock_);
+  return absl::OkStatus();
+}
+
+absl::Status Worker::Publish(uint64_t incarnation, v1::WorkerRole role) {
+  card_.set_incarnation(incarnation != 0 ? incarnation : rpc::NewIncarnation());
+  card_.set_transfer_lane(transport_->lane());
+  if (role != v1::WORKER_ROLE_DECODE) return absl::OkStatus();  // Nobody writes into its pages.
   ISTHMUS_ASSIGN_OR_RETURN(
-      endpoint_, transport_->Publish(RegionsOf(*pool_),
-                                     {card_.incarnation(), forward_->layout().fingerprint}));
-  if (config_.transfer_devices != "lo") {
-    LogWarning("other machines may reach the transport's memory, and it has no TLS",
-               {{"devices", config_.transfer_devices}});
-  }
+      *card_.mutable_transfer(),
+      transport_->Publish(RegionsOf(*pool_),
+                          {card_.incarnation(), forward_->layout().fingerprint}));
   return absl::OkStatus();
 }
 
@@ -94,29 +158,34 @@ void Worker::FillCard(v1::WorkerRole role) {
   card_.set_protocol_version(kProtocolVersion);
   card_.set_version(std::string(SemanticVersion()));
   v1::ClusterValues* values = card_.mutable_values();
-  values->set_checkpoint_fingerprint(weights_->fingerprint());
   values->set_layout_fingerprint(forward_->layout().fingerprint);
-  values->set_index_topk(static_cast<uint32_t>(weights_->config().index_topk));
   values->set_max_sequence_tokens(
       static_cast<uint64_t>(std::min<int64_t>(forward_->max_positions(), config_.cache_tokens)));
-  values->set_arithmetic(config_.arithmetic);
   values->set_vocab_size(static_cast<uint32_t>(forward_->vocab_size()));
-  values->set_end_token_id(static_cast<uint32_t>(weights_->config().eos_token_id));
-  *card_.mutable_transfer() = endpoint_;
-  card_.set_transfer_lane(transport_->lane());
+  values->set_end_token_id(static_cast<uint32_t>(engine_->options().eos_token_id));
 }
 
 Worker::~Worker() { Stop(); }
 
-void Worker::Stop() {
+void Worker::StopSteps() {
   if (loop_ != nullptr) loop_->Stop();
-  stops_ = true;
-  if (poll_thread_.joinable()) poll_thread_.join();
 }
+
+void Worker::Stop() {
+  StopSteps();
+  stops_ = true;
+  poll_thread_.Join();
+}
+
+bool Worker::is_live() const { return loop_->stalled_for() <= config_.liveness_timeout; }
 
 v1::WorkerLoad Worker::load() const {
   v1::WorkerLoad load;
-  load.set_active_sequences(static_cast<uint64_t>(loop_->num_sequences()));
+  const int64_t queued = loop_->num_queued();
+  load.set_queued_sequences(static_cast<uint64_t>(queued));
+  // The two are not read at one moment.
+  load.set_active_sequences(
+      static_cast<uint64_t>(std::max<int64_t>(loop_->num_sequences() - queued, 0)));
   uint64_t free_pages = 0;
   uint64_t total_pages = 0;
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {

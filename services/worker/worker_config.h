@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "services/base/config.h"
@@ -16,7 +17,10 @@ struct WorkerConfig {
   std::string listen;
   std::string address_file;
   std::string metrics_listen;
+  std::vector<std::string> routers;
+  std::string advertise;
   std::string log_level = "info";
+  std::string model_kind = "checkpoint";
   std::string checkpoint;
   std::string arithmetic = "reference";
   int32_t index_topk = 0;
@@ -24,14 +28,26 @@ struct WorkerConfig {
   int64_t cache_tokens = 65536;
   int32_t max_sequences = 8;
   int32_t max_queued_sequences = 16;
+  int32_t max_unread_messages = 8192;
   int64_t chunk_tokens = 512;
+  int64_t max_batch_tokens = 512;
   int32_t threads = 0;
   std::string transfer_lanes = "tcp";
   std::string transfer_devices = "lo";
   absl::Duration transfer_timeout = absl::Seconds(10);
   absl::Duration reservation_lease = absl::Minutes(2);
-  absl::Duration quarantine_time = absl::Seconds(12);
-  absl::Duration stop_patience = absl::Seconds(5);
+  absl::Duration quarantine_time = absl::Seconds(30);
+  absl::Duration liveness_timeout = absl::Seconds(60);
+  absl::Duration stop_patience = absl::Seconds(30);
+  int64_t scripted_seed = 1;
+  int32_t scripted_vocab_size = 512;
+  int32_t scripted_end_token_id = 1;
+  int64_t scripted_max_positions = 65536;
+  int32_t scripted_layer_pairs = 1;
+  double scripted_end_probability = 0.0;
+  int32_t scripted_max_tokens_per_step = 1;
+  absl::Duration scripted_step_time;
+  absl::Duration scripted_prefill_token_time;
   std::map<std::string, bool> patches;
 
   template <typename Visitor>
@@ -42,8 +58,14 @@ struct WorkerConfig {
           "File that gets the listener's host:port once it serves; empty: none.");
     visit("metrics_listen", metrics_listen, AnyValue{},
           "host:port of GET /metrics; empty: no such listener.");
+    visit("routers", routers, AnyValue{},
+          "host:port of every router that this worker registers with.");
+    visit("advertise", advertise, AnyValue{},
+          "host:port at which routers reach this worker; empty: the listener's own.");
     visit("log_level", log_level, OneOf{{"debug", "info", "warning", "error"}},
           "Lowest level that is logged.");
+    visit("model.kind", model_kind, OneOf{{"checkpoint", "scripted"}},
+          "scripted: no model, tokens from a seed, for tests of the machinery.");
     visit("checkpoint", checkpoint, AnyValue{},
           "Directory with config.json, model.safetensors.index.json and the shards.");
     visit("arithmetic", arithmetic, OneOf{{"math", "reference"}},
@@ -57,9 +79,13 @@ struct WorkerConfig {
     visit("max_sequences", max_sequences, Range<int32_t>{1, 4096},
           "Sequences that hold a state slot at one time, running or reserved.");
     visit("max_queued_sequences", max_queued_sequences, Range<int32_t>{1, 65536},
-          "Sequences that wait for the step loop; beyond, RESOURCE_EXHAUSTED.");
+          "Prompts that wait for room in a prefill worker's cache; beyond, RESOURCE_EXHAUSTED.");
+    visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
+          "Token messages that a router may leave unread; beyond, its sequences are cancelled.");
     visit("chunk_tokens", chunk_tokens, Range<int64_t>{1, 65536},
           "Prompt tokens of one sequence in one step.");
+    visit("max_batch_tokens", max_batch_tokens, Range<int64_t>{1, 1 << 20},
+          "Prompt tokens of all sequences in one step, which they share.");
     visit("threads", threads, Range<int32_t>{0, 256},
           "Threads of the kernels; 0: one per processor.");
     visit("transfer.lanes", transfer_lanes, AnyValue{},
@@ -68,7 +94,7 @@ struct WorkerConfig {
           "Network devices for KV pages; the transport listens on them, without TLS.");
     visit("transfer.timeout", transfer_timeout,
           Range<absl::Duration>{absl::Milliseconds(10), absl::Minutes(10)},
-          "From the first write of a sequence's pages to the last acknowledgement.");
+          "From posting some of a sequence's pages to their acknowledgement.");
     visit("reservation_lease", reservation_lease,
           Range<absl::Duration>{absl::Milliseconds(100), absl::Hours(1)},
           "From reserving pages to the handoff. Past it they are taken back: ABORTED.");
@@ -76,10 +102,39 @@ struct WorkerConfig {
           Range<absl::Duration>{absl::ZeroDuration(), absl::Minutes(10)},
           "How long pages stay unused when a write into them may still be under way: longer than "
           "transfer.timeout of the prefill workers.");
+    visit("liveness_timeout", liveness_timeout,
+          Range<absl::Duration>{absl::Milliseconds(10), absl::Hours(1)},
+          "Work is pending and no step has ended for so long: not live. Longer than any step.");
     visit("stop_patience", stop_patience,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
-          "From SIGTERM to the end of calls that still run.");
+          "From SIGTERM to the end of what still runs; nothing is accepted meanwhile.");
+    VisitScripted(visit);
     visit("patches", patches, AnyValue{}, "Named optimisations to switch on or off.");
+  }
+
+ private:
+  template <typename Visitor>
+  void VisitScripted(Visitor& visit) {
+    visit("scripted.seed", scripted_seed, Range<int64_t>{0, INT64_MAX},
+          "Decides every token. Equal on all workers, as the next four.");
+    visit("scripted.vocab_size", scripted_vocab_size, Range<int32_t>{4, 1 << 20},
+          "Token ids are below this.");
+    visit("scripted.end_token_id", scripted_end_token_id, Range<int32_t>{0, 1 << 20},
+          "The token that ends a reply.");
+    visit("scripted.end_probability", scripted_end_probability, Range<double>{0.0, 1.0},
+          "Chance that a token is the end token; 0: a reply has its full length.");
+    visit("scripted.layer_pairs", scripted_layer_pairs, Range<int32_t>{1, 1024},
+          "Size of pages: layers of ratio 4, and as many of ratio 128.");
+    visit("scripted.max_positions", scripted_max_positions, Range<int64_t>{2, 2'000'000},
+          "Tokens of one sequence at most.");
+    visit("scripted.max_tokens_per_step", scripted_max_tokens_per_step, Range<int32_t>{1, 4},
+          "Tokens that a reply gains in one step, at most.");
+    visit("scripted.step_time", scripted_step_time,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Minutes(1)},
+          "What one step takes, whatever it computes.");
+    visit("scripted.prefill_token_time", scripted_prefill_token_time,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Seconds(1)},
+          "What every prompt token takes besides, the first of each sequence and step excepted.");
   }
 };
 

@@ -23,7 +23,18 @@ inline constexpr MetricSpec kPushedBytes = {
 inline constexpr MetricSpec kPushSeconds = {
     .name = "isthmus_prefill_push_seconds",
     .kind = MetricKind::kHistogram,
-    .help = "From the first write of a sequence's pages to the last acknowledgement, in seconds.",
+    .help =
+        "Time in which a prompt's pages were written, acknowledgements included, in seconds. "
+        "Computing goes on meanwhile.",
+    .labels = {},
+    .buckets = kLatencyBuckets};
+
+inline constexpr MetricSpec kLastPushSeconds = {
+    .name = "isthmus_prefill_last_push_seconds",
+    .kind = MetricKind::kHistogram,
+    .help =
+        "From posting a prompt's last writes to the answer with its handoff, in seconds: what the "
+        "hand-over waits for.",
     .labels = {},
     .buckets = kLatencyBuckets};
 
@@ -56,9 +67,121 @@ inline constexpr MetricSpec kExpiredLeases = {
     .labels = {},
     .buckets = {}};
 
+inline constexpr MetricSpec kStepSeconds = {
+    .name = "isthmus_worker_step_seconds",
+    .kind = MetricKind::kHistogram,
+    .help = "Duration of one step of the engine, in seconds.",
+    .labels = {},
+    .buckets = kLatencyBuckets};
+
+inline constexpr double kBatchBuckets[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+
+inline constexpr MetricSpec kStepSequences = {
+    .name = "isthmus_worker_step_sequences",
+    .kind = MetricKind::kHistogram,
+    .help = "Sequences that were running in a step, their number.",
+    .labels = {},
+    .buckets = kBatchBuckets};
+
+inline constexpr MetricSpec kActiveSequences = {
+    .name = "isthmus_worker_active_sequences",
+    .kind = MetricKind::kGauge,
+    .help = "Sequences that the step loop runs, their number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kQueuedSequences = {
+    .name = "isthmus_worker_queued_sequences",
+    .kind = MetricKind::kGauge,
+    .help = "Sequences that wait for room in the cache or for their first step, their number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPendingPromptTokens = {
+    .name = "isthmus_worker_pending_prompt_tokens",
+    .kind = MetricKind::kGauge,
+    .help = "Prompt tokens of accepted calls that no step has computed yet, their number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kTransfers = {
+    .name = "isthmus_worker_transfers",
+    .kind = MetricKind::kGauge,
+    .help =
+        "Decode: reserved, being verified or running. Prefill: calls without an answer. Their "
+        "number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kFreePages = {
+    .name = "isthmus_worker_free_pages",
+    .kind = MetricKind::kGauge,
+    .help = "Pages of all paged kinds that nobody holds, their number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kTotalPages = {.name = "isthmus_worker_total_pages",
+                                           .kind = MetricKind::kGauge,
+                                           .help = "Pages of all paged kinds, their number.",
+                                           .labels = {},
+                                           .buckets = {}};
+
+inline constexpr MetricSpec kFreeStateSlots = {
+    .name = "isthmus_worker_free_state_slots",
+    .kind = MetricKind::kGauge,
+    .help = "State slots that nobody holds, their number. Each sequence takes one.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kTotalStateSlots = {.name = "isthmus_worker_total_state_slots",
+                                                .kind = MetricKind::kGauge,
+                                                .help = "State slots, their number.",
+                                                .labels = {},
+                                                .buckets = {}};
+
+inline constexpr MetricSpec kQuarantinedPages = {
+    .name = "isthmus_decode_quarantined_pages",
+    .kind = MetricKind::kGauge,
+    .help = "Pages that wait because a write into them may still be under way, their number.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kIsDraining = {
+    .name = "isthmus_worker_is_draining",
+    .kind = MetricKind::kGauge,
+    .help = "1 while the worker finishes what it has and takes nothing more, else 0.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kRegisteredRouters = {
+    .name = "isthmus_worker_registered_routers",
+    .kind = MetricKind::kGauge,
+    .help = "Routers that have accepted this worker's registration, their number.",
+    .labels = {},
+    .buckets = {}};
+
 inline constexpr const MetricSpec* kAllMetrics[] = {
-    &kPrefills,        &kPushedBytes,  &kPushSeconds,   &kVerifiedGroups,
-    &kHandoffRefusals, &kOutputTokens, &kExpiredLeases,
+    &kPrefills,
+    &kPushedBytes,
+    &kPushSeconds,
+    &kLastPushSeconds,
+    &kVerifiedGroups,
+    &kHandoffRefusals,
+    &kOutputTokens,
+    &kExpiredLeases,
+    &kStepSeconds,
+    &kStepSequences,
+    &kActiveSequences,
+    &kQueuedSequences,
+    &kPendingPromptTokens,
+    &kTransfers,
+    &kFreePages,
+    &kTotalPages,
+    &kFreeStateSlots,
+    &kTotalStateSlots,
+    &kQuarantinedPages,
+    &kIsDraining,
+    &kRegisteredRouters,
 };
 
 }  // namespace isthmus::worker

@@ -1,137 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/worker/worker_server.h"
 
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/sync_stream.h>
+#include <memory>
+#include <string>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "proto/cluster.grpc.pb.h"
-#include "proto/worker.grpc.pb.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/stop_signal.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/registration_client.h"
 #include "services/rpc/server.h"
-#include "services/rpc/status.h"
+#include "services/rpc/supervisor.h"
 #include "services/worker/decode_service.h"
+#include "services/worker/drain.h"
 #include "services/worker/prefill_service.h"
+#include "services/worker/worker_load.h"
 #include "services/worker/worker_metrics.h"
+#include "services/worker/worker_rpc.h"
 
 namespace isthmus::worker {
 namespace {
 
-// How soon the thread of an idle token stream sees that its router is gone.
-constexpr absl::Duration kStreamWait = absl::Milliseconds(100);
-constexpr absl::Duration kSweepInterval = absl::Milliseconds(200);
-// Sequences in one message at most.
-constexpr int kMaxMerged = 1024;
-
-CallScope ScopeOf(grpc::ServerContext* context) {
-  return {absl::FromChrono(context->deadline()), [context] { return context->IsCancelled(); }};
-}
-
-class ClusterRpc : public v1::Cluster::Service {
- public:
-  explicit ClusterRpc(Worker* worker) : worker_(worker) {}
-
-  grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,
-                        v1::DescribeReply* reply) override {
-    *reply->mutable_card() = worker_->card();
-    *reply->mutable_load() = worker_->load();
-    return grpc::Status::OK;
-  }
-
- private:
-  Worker* const worker_;
-};
-
-class PrefillRpc : public v1::PrefillService::Service {
- public:
-  explicit PrefillRpc(PrefillService* service) : service_(service) {}
-
-  grpc::Status Prefill(grpc::ServerContext* context, const v1::PrefillCall* call,
-                       v1::KvHandoff* reply) override {
-    absl::StatusOr<v1::KvHandoff> handoff = service_->Prefill(*call, ScopeOf(context));
-    if (!handoff.ok()) {
-      LogWarning("a prefill failed",
-                 {{"request_id", call->request_id()}, {"status", handoff.status().ToString()}});
-      return rpc::ToGrpcStatus(handoff.status(), context);
-    }
-    *reply = *std::move(handoff);
-    return grpc::Status::OK;
-  }
-
- private:
-  PrefillService* const service_;
-};
-
-class DecodeRpc : public v1::DecodeService::Service {
- public:
-  explicit DecodeRpc(DecodeService* service) : service_(service) {}
-
-  grpc::Status Reserve(grpc::ServerContext* context, const v1::ReserveCall* call,
-                       v1::KvReservation* reply) override {
-    return Answer(service_->Reserve(*call), reply, context);
-  }
-  grpc::Status Handoff(grpc::ServerContext* context, const v1::HandoffCall* call,
-                       v1::HandoffReply* reply) override {
-    return Answer(service_->Handoff(*call), reply, context);
-  }
-  grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelCall* call,
-                      v1::CancelReply* reply) override {
-    const absl::Duration left =
-        std::min(absl::FromChrono(context->deadline()) - absl::Now(), absl::Minutes(1));
-    return Answer(service_->Cancel(*call, left), reply, context);
-  }
-
-  grpc::Status Tokens(
-      grpc::ServerContext* context,
-      grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) override {
-    v1::TokensControl control;
-    if (!stream->Read(&control) || !control.has_hello()) {
-      return rpc::ToGrpcStatus(absl::InvalidArgumentError("hello: must open the stream"), context);
-    }
-    const auto queue = service_->OpenStream(control.hello());
-    if (!queue.ok()) return rpc::ToGrpcStatus(queue.status(), context);
-    stream->SendInitialMetadata();
-    LogInfo("a router reads tokens",
-            {{"router", absl::StrFormat("%016x", control.hello().router_incarnation())}});
-    WriteTokens(context, **queue, stream);
-    service_->CloseStream(control.hello().router_incarnation());
-    return rpc::ToGrpcStatus(absl::UnavailableError("the token stream ends"), context);
-  }
-
- private:
-  template <typename Reply>
-  static grpc::Status Answer(absl::StatusOr<Reply> result, Reply* reply,
-                             grpc::ServerContext* context) {
-    if (!result.ok()) return rpc::ToGrpcStatus(result.status(), context);
-    *reply = *std::move(result);
-    return grpc::Status::OK;
-  }
-
-  static void WriteTokens(grpc::ServerContext* context, TokenQueue& queue,
-                          grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) {
-    while (!context->IsCancelled()) {
-      std::optional<v1::SequenceTokens> tokens = queue.PopFor(kStreamWait);
-      if (!tokens.has_value()) {
-        if (queue.is_closed()) return;
-        continue;
-      }
-      v1::StepTokens step;
-      while (tokens.has_value()) {
-        *step.add_sequences() = *std::move(tokens);
-        if (step.sequences_size() >= kMaxMerged) break;
-        tokens = queue.PopFor(absl::ZeroDuration());
-      }
-      if (!stream->Write(step)) return;
-    }
-  }
-
-  DecodeService* const service_;
-};
+// How often gauges, health and the service manager are brought up to date.
+constexpr absl::Duration kTick = absl::Milliseconds(500);
+// The same while something is awaited: a registration, or the end of a drain.
+constexpr absl::Duration kShortTick = absl::Milliseconds(20);
+// For answers that are on their way when everything else has ended.
+constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
 
 LogLevel LevelOf(const std::string& name) {
   for (const LogLevel level : {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning}) {
@@ -140,55 +39,178 @@ LogLevel LevelOf(const std::string& name) {
   return LogLevel::kError;
 }
 
-// Everything is built here, in order, and passed down.
-absl::Status Serve(const WorkerConfig& config, v1::WorkerRole role) {
-  const absl::Time start = absl::Now();
-  rpc::MetricsExporter metrics(role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode", kAllMetrics);
-  ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<Worker> worker,
-                           Worker::Create(config, role, RealClock()));
-  PrefillService prefill(worker.get(), &metrics);
-  DecodeService decode(worker.get(), &metrics);
-  ClusterRpc cluster_rpc(worker.get());
-  PrefillRpc prefill_rpc(&prefill);
-  DecodeRpc decode_rpc(&decode);
+absl::StatusOr<std::string> AdvertisedAddress(const WorkerConfig& config,
+                                              const std::string& listener) {
+  if (!config.advertise.empty()) return config.advertise;
+  const bool is_wildcard =
+      absl::StartsWith(listener, "0.0.0.0:") || absl::StartsWith(listener, "[::]:");
+  if (config.routers.empty() || !is_wildcard) return listener;
+  return absl::InvalidArgumentError(
+      absl::StrCat("advertise: is empty, and routers cannot reach ", listener));
+}
+
+// One worker process from its model to its end. Everything is built here, in order.
+class WorkerProcess {
+ public:
+  WorkerProcess(const WorkerConfig& config, v1::WorkerRole role)
+      : config_(config),
+        role_(role),
+        metrics_(role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode", kAllMetrics) {}
+
+  absl::Status Start();
+  void ServeUntilSignal();
+  void Stop();
+
+ private:
+  bool IsReady() const;
+  void Tick();
+  void SetGauges();
+  void AwaitDrained();
+
+  const absl::Time start_ = absl::Now();
+  const WorkerConfig& config_;
+  const v1::WorkerRole role_;
+  rpc::MetricsExporter metrics_;
+  std::unique_ptr<Worker> worker_;
+  std::unique_ptr<PrefillService> prefill_;
+  std::unique_ptr<DecodeService> decode_;
+  std::unique_ptr<Drain> drain_;
+  std::unique_ptr<WorkerRpc> rpc_;
+  std::unique_ptr<rpc::RpcServer> server_;
+  std::unique_ptr<rpc::RegistrationClient> registration_;
+};
+
+absl::Status WorkerProcess::Start() {
+  const StepObserver observer = [this](const StepFigures& figures) {
+    metrics_.Observe(kStepSeconds, absl::ToDoubleSeconds(figures.duration));
+    metrics_.Observe(kStepSequences, static_cast<double>(figures.num_sequences));
+  };
+  ISTHMUS_ASSIGN_OR_RETURN(worker_, Worker::Create(config_, role_, RealClock(), observer));
+  prefill_ = std::make_unique<PrefillService>(worker_.get(), &metrics_);
+  decode_ = std::make_unique<DecodeService>(worker_.get(), &metrics_);
+  drain_ = std::make_unique<Drain>(prefill_.get(), decode_.get());
+  rpc_ = std::make_unique<WorkerRpc>(worker_.get(), prefill_.get(), decode_.get(), drain_.get());
   rpc::ServerOptions options;
-  options.address = config.listen;
-  ISTHMUS_ASSIGN_OR_RETURN(
-      const std::unique_ptr<rpc::RpcServer> server,
-      rpc::RpcServer::Start(options, {&cluster_rpc, &prefill_rpc, &decode_rpc}));
+  options.address = config_.listen;
+  options.max_threads = WorkerRpc::MaxThreads(config_);
+  ISTHMUS_ASSIGN_OR_RETURN(server_, rpc::RpcServer::Start(options, rpc_->services()));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::string address,
+                           AdvertisedAddress(config_, server_->address()));
+  rpc_->SetAddress(address);
+  registration_ = std::make_unique<rpc::RegistrationClient>(
+      config_.routers, rpc_->card(),
+      rpc::RegistrationEvents{
+          .load = [this] { return LoadOf(*worker_, *prefill_, *decode_); },
+          .on_drain = [this](const std::string& reason) { drain_->Begin(reason); }},
+      RealClock());
+  drain_->on_begin = [this](const std::string& reason) {
+    server_->SetReady(false);
+    registration_->SetDraining(reason);
+  };
   std::string metrics_address;
-  if (!config.metrics_listen.empty()) {
-    ISTHMUS_ASSIGN_OR_RETURN(metrics_address, metrics.Listen(config.metrics_listen));
+  if (!config_.metrics_listen.empty()) {
+    ISTHMUS_ASSIGN_OR_RETURN(metrics_address, metrics_.Listen(config_.metrics_listen));
   }
-  server->SetReady(true);
-  if (!rpc::WriteAddressFile(config.address_file, server->address())) {
-    return absl::UnavailableError(absl::StrCat("address_file: cannot write ", config.address_file));
+  registration_->Start();
+  Tick();
+  if (!rpc::WriteAddressFile(config_.address_file, server_->address())) {
+    return absl::UnavailableError(
+        absl::StrCat("address_file: cannot write ", config_.address_file));
   }
-  const v1::ClusterValues& values = worker->card().values();
-  LogInfo("ready", {{"address", server->address()},
-                    {"metrics", metrics_address},
-                    {"incarnation", absl::StrFormat("%016x", worker->card().incarnation())},
-                    {"checkpoint", absl::StrFormat("%016x", values.checkpoint_fingerprint())},
-                    {"layout", absl::StrFormat("%016x", values.layout_fingerprint())},
-                    {"index_topk", values.index_topk()},
-                    {"lane", worker->card().transfer_lane()},
-                    {"start_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  rpc::NotifyReady(absl::StrCat("serving at ", server_->address()));
+  const v1::ClusterValues& values = worker_->card().values();
+  LogInfo("serving", {{"address", server_->address()},
+                      {"advertised", address},
+                      {"metrics", metrics_address},
+                      {"routers", static_cast<int64_t>(config_.routers.size())},
+                      {"incarnation", absl::StrFormat("%016x", worker_->card().incarnation())},
+                      {"checkpoint", absl::StrFormat("%016x", values.checkpoint_fingerprint())},
+                      {"layout", absl::StrFormat("%016x", values.layout_fingerprint())},
+                      {"index_topk", values.index_topk()},
+                      {"lane", worker_->card().transfer_lane()},
+                      {"start_seconds", absl::ToDoubleSeconds(absl::Now() - start_)}});
+  return absl::OkStatus();
+}
+
+bool WorkerProcess::IsReady() const {
+  const bool is_known = config_.routers.empty() || registration_->num_registered() > 0;
+  return is_known && !drain_->is_draining();
+}
+
+void WorkerProcess::SetGauges() {
+  const v1::WorkerLoad load = LoadOf(*worker_, *prefill_, *decode_);
+  const auto set = [this](const MetricSpec& spec, uint64_t value) {
+    metrics_.Set(spec, static_cast<double>(value));
+  };
+  set(kActiveSequences, load.active_sequences());
+  set(kQueuedSequences, load.queued_sequences());
+  set(kPendingPromptTokens, load.pending_prompt_tokens());
+  set(kTransfers, load.transfers());
+  set(kFreePages, load.free_pages());
+  set(kTotalPages, load.total_pages());
+  set(kFreeStateSlots, load.free_state_slots());
+  set(kTotalStateSlots, load.total_state_slots());
+  set(kQuarantinedPages, load.quarantined_pages());
+  set(kIsDraining, drain_->is_draining() ? 1 : 0);
+  set(kRegisteredRouters, static_cast<uint64_t>(registration_->num_registered()));
+}
+
+void WorkerProcess::Tick() {
+  SetGauges();
+  const bool is_live = worker_->is_live();
+  if (is_live != server_->is_live()) {
+    Log(is_live ? LogLevel::kInfo : LogLevel::kError,
+        is_live ? "the step loop goes on" : "the step loop is stuck",
+        {{"stalled_for", worker_->loop().stalled_for()}});
+    server_->SetLive(is_live);
+  }
+  if (is_live) rpc::NotifyAlive();
+  const bool is_ready = IsReady();
+  if (is_ready == server_->is_ready()) return;
+  server_->SetReady(is_ready);
+  LogInfo(is_ready ? "ready" : "not ready",
+          {{"registered", registration_->num_registered()}, {"problem", registration_->problem()}});
+}
+
+void WorkerProcess::ServeUntilSignal() {
   int signal = 0;
   while (signal == 0) {
-    signal = WaitForStopSignal(kSweepInterval);
-    decode.Sweep();
+    const bool is_awaited = !server_->is_ready() && !drain_->is_draining();
+    signal = WaitForStopSignal(is_awaited ? kShortTick : kTick);
+    Tick();
   }
-  LogInfo("stopping", {{"signal", signal}, {"transfers", decode.num_transfers()}});
-  server->SetReady(false);
-  decode.Drain();
-  const absl::Time patience = absl::Now() + config.stop_patience;
-  while (absl::Now() < patience && decode.num_transfers() + worker->loop().num_sequences() > 0 &&
-         WaitForStopSignal(absl::Milliseconds(20)) == 0) {
+  rpc::NotifyStopping();
+  drain_->Begin(absl::StrCat("signal ", signal));
+  AwaitDrained();
+}
+
+// Until nothing is left, patience is over or a second signal comes.
+void WorkerProcess::AwaitDrained() {
+  const absl::Time end = absl::Now() + config_.stop_patience;
+  while (drain_->num_left() > 0 && absl::Now() < end) {
+    if (WaitForStopSignal(kShortTick) != 0) break;
+    Tick();
   }
-  decode.Stop();
-  server->Stop(absl::Milliseconds(500));
-  worker->Stop();
+  if (drain_->num_left() > 0) {
+    LogWarning("ending what is left", {{"transfers", drain_->num_left()}});
+  }
+}
+
+void WorkerProcess::Stop() {
+  // Sequences end with an error, their messages leave, then the streams end.
+  worker_->StopSteps();
+  decode_->Stop();
+  server_->Stop(kLastAnswers);
+  registration_->Stop();
+  worker_->Stop();
   LogInfo("stopped");
+}
+
+absl::Status Serve(const WorkerConfig& config, v1::WorkerRole role) {
+  WorkerProcess process(config, role);
+  ISTHMUS_RETURN_IF_ERROR(process.Start());
+  process.ServeUntilSignal();
+  process.Stop();
   return absl::OkStatus();
 }
 

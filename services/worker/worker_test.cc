@@ -28,6 +28,7 @@ WorkerConfig TinyConfig() {
   config.cache_tokens = 4096;
   config.max_sequences = 3;
   config.threads = 1;
+  config.quarantine_time = absl::Seconds(12);
   return config;
 }
 
@@ -226,10 +227,12 @@ TEST(WorkerTest, CancellingARunningSequenceFreesItBeforeTheAnswer) {
 TEST(WorkerTest, TheEndOfARoutersStreamEndsItsTransfers) {
   Workers workers;
   ASSERT_TRUE(workers.decode_service->Reserve(workers.ReserveCall()).ok());
-  workers.decode_service->CloseStream(kRouter);
+  workers.decode_service->CloseStream(kRouter, workers.tokens);
   EXPECT_EQ(workers.decode_service->num_transfers(), 0);
-  const absl::Status status = workers.decode_service->Reserve(workers.ReserveCall()).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  v1::ReserveCall another = workers.ReserveCall();
+  another.set_transfer_id(rpc::NewTransferId());
+  EXPECT_EQ(workers.decode_service->Reserve(another).status().code(),
+            absl::StatusCode::kFailedPrecondition);
 }
 
 TEST(WorkerTest, RefusesWhatDoesNotFit) {

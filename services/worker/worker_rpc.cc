@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/worker/worker_rpc.h"
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "proto/cluster.grpc.pb.h"
+#include "proto/worker.grpc.pb.h"
+#include "services/base/log.h"
+#include "services/rpc/status.h"
+#include "services/rpc/timekeeper.h"
+#include "services/worker/worker_load.h"
+
+namespace isthmus::worker {
+namespace {
+
+// How soon the thread of an idle token stream sees that its router is gone.
+constexpr absl::Duration kStreamWait = absl::Milliseconds(100);
+// How soon a call that waits for the end of a drain sees that its caller is gone.
+constexpr absl::Duration kDrainWait = absl::Milliseconds(200);
+// Waits that nobody bounds.
+constexpr absl::Duration kLongestCall = absl::Minutes(10);
+// Sequences in one message at most.
+constexpr int kMaxMerged = 1024;
+// Threads for health checks, drains and whatever else is short.
+constexpr int kSpareThreads = 16;
+
+absl::Duration TimeLeft(grpc::ServerContext* context) {
+  return std::min(absl::FromChrono(context->deadline()) - absl::Now(), kLongestCall);
+}
+
+template <typename Reply>
+grpc::Status Answer(absl::StatusOr<Reply> result, Reply* reply, grpc::ServerContext* context) {
+  if (!result.ok()) return rpc::ToGrpcStatus(result.status(), context);
+  *reply = *std::move(result);
+  return grpc::Status::OK;
+}
+
+class PrefillRpc : public v1::PrefillService::Service {
+ public:
+  PrefillRpc(PrefillService* service, Clock* clock) : service_(service), clock_(clock) {}
+
+  grpc::Status Prefill(grpc::ServerContext* context, const v1::PrefillCall* call,
+                       v1::KvHandoff* reply) override {
+    const absl::Duration left = absl::FromChrono(context->deadline()) - absl::Now();
+    absl::StatusOr<v1::KvHandoff> handoff = service_->Prefill(
+        *call, {clock_->Now() + left, [context] { return context->IsCancelled(); }});
+    if (!handoff.ok()) {
+      LogWarning("a prefill failed",
+                 {{"request_id", call->request_id()}, {"status", handoff.status().ToString()}});
+    }
+    return Answer(std::move(handoff), reply, context);
+  }
+  grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelCall* call,
+                      v1::CancelReply* reply) override {
+    return Answer(service_->Cancel(*call, TimeLeft(context)), reply, context);
+  }
+
+ private:
+  PrefillService* const service_;
+  Clock* const clock_;
+};
+
+class DecodeRpc : public v1::DecodeService::Service {
+ public:
+  explicit DecodeRpc(DecodeService* service) : service_(service) {}
+
+  grpc::Status Reserve(grpc::ServerContext* context, const v1::ReserveCall* call,
+                       v1::KvReservation* reply) override {
+    return Answer(service_->Reserve(*call), reply, context);
+  }
+  grpc::Status Handoff(grpc::ServerContext* context, const v1::HandoffCall* call,
+                       v1::HandoffReply* reply) override {
+    return Answer(service_->Handoff(*call), reply, context);
+  }
+  grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelCall* call,
+                      v1::CancelReply* reply) override {
+    return Answer(service_->Cancel(*call, TimeLeft(context)), reply, context);
+  }
+
+  grpc::Status Tokens(
+      grpc::ServerContext* context,
+      grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) override {
+    v1::TokensControl control;
+    if (!rpc::ReadOpening(&keeper_, context, stream, &control) || !control.has_hello()) {
+      return rpc::ToGrpcStatus(absl::InvalidArgumentError("hello: must open the stream"), context);
+    }
+    const auto queue = service_->OpenStream(control.hello());
+    if (!queue.ok()) return rpc::ToGrpcStatus(queue.status(), context);
+    stream->SendInitialMetadata();
+    const uint64_t router = control.hello().router_incarnation();
+    LogInfo("a router reads tokens", {{"router", absl::StrFormat("%016x", router)}});
+    WriteTokens(context, **queue, stream);
+    service_->CloseStream(router, *queue);
+    LogInfo("a router's token stream has ended", {{"router", absl::StrFormat("%016x", router)}});
+    return rpc::ToGrpcStatus(absl::UnavailableError("the token stream ends"), context);
+  }
+
+ private:
+  static void WriteTokens(grpc::ServerContext* context, TokenQueue& queue,
+                          grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) {
+    while (!context->IsCancelled()) {
+      std::optional<v1::SequenceTokens> tokens = queue.PopFor(kStreamWait);
+      if (!tokens.has_value()) {
+        if (queue.is_closed()) return;
+        continue;
+      }
+      v1::StepTokens step;
+      while (tokens.has_value()) {
+        *step.add_sequences() = *std::move(tokens);
+        if (step.sequences_size() >= kMaxMerged) break;
+        tokens = queue.PopFor(absl::ZeroDuration());
+      }
+      if (!stream->Write(step)) return;
+    }
+  }
+
+  DecodeService* const service_;
+  rpc::Timekeeper keeper_;
+};
+
+}  // namespace
+
+struct WorkerRpc::State : public v1::Cluster::Service {
+  State(Worker* host, PrefillService* prefill_service, DecodeService* decode_service,
+        class Drain* drain_state)
+      : worker(host),
+        prefill(prefill_service),
+        decode(decode_service),
+        drain(drain_state),
+        prefill_rpc(prefill_service, &host->clock()),
+        decode_rpc(decode_service),
+        card(host->card()) {}
+
+  grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,
+                        v1::DescribeReply* reply) override {
+    {
+      MutexLock lock(mutex);
+      *reply->mutable_card() = card;
+    }
+    *reply->mutable_load() = LoadOf(*worker, *prefill, *decode);
+    reply->set_is_draining(drain->is_draining());
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Drain(grpc::ServerContext* context, const v1::DrainCall* call,
+                     v1::DrainReply* reply) override {
+    drain->Begin(call->reason());
+    const absl::Duration patience =
+        absl::Seconds(call->patience().seconds()) + absl::Nanoseconds(call->patience().nanos());
+    const absl::Time end = worker->clock().Now() + std::min(patience, TimeLeft(context));
+    int64_t left = drain->num_left();
+    while (left > 0 && worker->clock().Now() < end && !context->IsCancelled()) {
+      left = drain->AwaitIdle(std::min(end - worker->clock().Now(), kDrainWait));
+    }
+    reply->set_transfers(static_cast<uint64_t>(left));
+    return grpc::Status::OK;
+  }
+
+  Worker* const worker;
+  PrefillService* const prefill;
+  DecodeService* const decode;
+  class Drain* const drain;
+  PrefillRpc prefill_rpc;
+  DecodeRpc decode_rpc;
+  Mutex mutex;
+  v1::WorkerCard card;  // Guarded by mutex.
+};
+
+WorkerRpc::WorkerRpc(Worker* worker, PrefillService* prefill, DecodeService* decode, Drain* drain)
+    : state_(new State(worker, prefill, decode, drain)) {}
+
+WorkerRpc::~WorkerRpc() = default;
+
+std::vector<grpc::Service*> WorkerRpc::services() const {
+  return {state_.get(), &state_->prefill_rpc, &state_->decode_rpc};
+}
+
+void WorkerRpc::SetAddress(const std::string& address) {
+  MutexLock lock(state_->mutex);
+  state_->card.set_address(address);
+}
+
+v1::WorkerCard WorkerRpc::card() const {
+  MutexLock lock(state_->mutex);
+  return state_->card;
+}
+
+int WorkerRpc::MaxThreads(const WorkerConfig& config) {
+  // Each sequence and each waiting prompt may have a call and its Cancel; each router a stream.
+  const int calls = 2 * (config.max_sequences + config.max_queued_sequences);
+  return calls + static_cast<int>(TokenStreams::max_routers()) + kSpareThreads;
+}
+
+}  // namespace isthmus::worker
