@@ -169,8 +169,9 @@ absl::StatusOr<std::unique_ptr<ClusterView::Registration>> ClusterView::Register
     MutexLock lock(mutex_);
     serial = next_serial_++;
   }
-  absl::StatusOr<std::shared_ptr<WorkerLink>> link = CheckCard(card);
-  if (link.status().ok()) link = Admit(card, serial);
+  const absl::Status checked = CheckCard(card);
+  absl::StatusOr<std::shared_ptr<WorkerLink>> link =
+      checked.ok() ? Admit(card, serial) : checked;
   if (!link.ok()) {
     NoteRefusal(card, link.status());
     return link.status();
