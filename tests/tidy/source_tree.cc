@@ -153,8 +153,11 @@ bool IsCMake(absl::string_view path) {
 bool IsSource(const SourceFile& file) {
   const bool script =
       !file.lines.empty() && absl::StartsWith(file.lines[0], "#!") && file.executable;
-  return IsCpp(file.path) || IsCMake(file.path) || absl::EndsWith(file.path, ".proto") ||
-         absl::EndsWith(file.path, ".sh") || absl::EndsWith(file.path, ".py") || script;
+  for (const absl::string_view ending :
+       {".proto", ".sh", ".py", ".yaml", ".yml", ".tpl", ".service.in"}) {
+    if (absl::EndsWith(file.path, ending)) return true;
+  }
+  return IsCpp(file.path) || IsCMake(file.path) || script;
 }
 
 bool IsTestCode(absl::string_view path) {
