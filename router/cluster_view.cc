@@ -170,8 +170,7 @@ absl::StatusOr<std::unique_ptr<ClusterView::Registration>> ClusterView::Register
     serial = next_serial_++;
   }
   const absl::Status checked = CheckCard(card);
-  absl::StatusOr<std::shared_ptr<WorkerLink>> link =
-      checked.ok() ? Admit(card, serial) : checked;
+  absl::StatusOr<std::shared_ptr<WorkerLink>> link = checked.ok() ? Admit(card, serial) : checked;
   if (!link.ok()) {
     NoteRefusal(card, link.status());
     return link.status();

@@ -21,7 +21,6 @@ constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
 bool IsWorthAnotherPair(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kCancelled:
-    case absl::StatusCode::kDeadlineExceeded:
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kNotFound:
       return false;
@@ -71,6 +70,10 @@ absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames
     status = !standing.ok()
                  ? standing
                  : WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
+  }
+  // A page write that its worker gave up has cost some time, not the request's own.
+  if (absl::IsDeadlineExceeded(status) && FaultScopeOf(status) == FaultScope::kPeer) {
+    status = WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
   }
   blamed_.insert(callee.incarnation());
   if (blames_both && !absl::IsResourceExhausted(status)) {

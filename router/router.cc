@@ -163,7 +163,13 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
       if (status.ok()) {
         metrics_->Observe(kHandoverTime, absl::ToDoubleSeconds(clock_.Now() - start));
         metrics_->Add(kPromptTokens, static_cast<double>(request.prompt.size()));
-        return Stream(request, end_token_id, attempt, client);
+        status = Stream(request, end_token_id, attempt, client);
+        if (status.ok() || !attempt.has_overflowed()) return status;
+      }
+      // Whatever the end of the client's call looked like to who met it first.
+      if (attempt.has_overflowed()) {
+        metrics_->Add(kSlowClients, 1);
+        return TooSlow();
       }
     }
     if (absl::IsResourceExhausted(status)) {
@@ -205,12 +211,7 @@ absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id,
   metrics_->Observe(kTimeToFirstToken, absl::ToDoubleSeconds(first_at - request.accepted_at));
 
   v1::SequenceEnd end = v1::SEQUENCE_END_UNSPECIFIED;
-  const absl::Status relayed = Relay(attempt, reply, client, &end);
-  if (attempt.has_overflowed()) {
-    metrics_->Add(kSlowClients, 1);
-    return TooSlow();
-  }
-  if (!relayed.ok()) return relayed;
+  ISTHMUS_RETURN_IF_ERROR(Relay(attempt, reply, client, &end));
   const double decode_seconds = absl::ToDoubleSeconds(clock_.Now() - first_at);
   *event.mutable_delta() = reply.PushEnd();
   if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
