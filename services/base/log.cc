@@ -95,7 +95,8 @@ void Log(LogLevel level, absl::string_view message, std::initializer_list<LogFie
   if (!state.logger.should_log(ToSpdlog(level))) return;
   std::string process;
   {
-    MutexLock lock(state.mutex);
+    // No MutexLock: whether a line is logged must not change the order of a simulation.
+    const std::unique_lock<Mutex> lock(state.mutex);
     process = state.process;
   }
   // The string_view overload takes the line as it is; braces in it are not format marks.

@@ -93,6 +93,12 @@ void InProcessNetwork::SetLink(const std::string& client, const std::string& ser
   changed_.notify_all();
 }
 
+LinkState InProcessNetwork::link(const std::string& client, const std::string& server) const {
+  MutexLock lock(mutex_);
+  const auto found = links_.find({client, server});
+  return found == links_.end() ? LinkState::kUp : found->second.state;
+}
+
 Passage InProcessNetwork::PassageOf(const Call& call, bool is_answer) const {
   if (!on_message) return {};
   return on_message({call.ends.first, call.ends.second, call.method, is_answer});

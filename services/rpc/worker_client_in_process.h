@@ -107,6 +107,7 @@ class InProcessNetwork {
   std::unique_ptr<WorkerClient> Connect(const std::string& client, const std::string& server);
 
   void SetLink(const std::string& client, const std::string& server, LinkState state);
+  LinkState link(const std::string& client, const std::string& server) const;
 
  private:
   friend class InProcessServer;
@@ -134,7 +135,7 @@ class InProcessNetwork {
 
   const Options options_;
   Clock& clock_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;
   std::map<Ends, Link> links_;                              // Guarded by mutex_.
   std::map<std::string, std::shared_ptr<Server>> servers_;  // Guarded by mutex_.

@@ -31,6 +31,7 @@ class RandomSource {
 
   // Both ends are possible.
   int64_t Between(int64_t first, int64_t last) {
+    ISTHMUS_CHECK(first <= last);
     return first + static_cast<int64_t>(Below(static_cast<uint64_t>(last - first) + 1));
   }
   absl::Duration Between(absl::Duration first, absl::Duration last) {

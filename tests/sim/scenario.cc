@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/sim/scenario.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace isthmus::sim {
+namespace {
+
+// As many as tests/golden/tiny-recall/tokenizer.json has: the router compares them.
+constexpr int32_t kVocabSize = 1920;
+
+absl::Duration Scale(absl::Duration value, RandomSource& random) {
+  return random.Between(absl::ZeroDuration(), value);
+}
+
+void DrawSizes(RandomSource& random, Scenario& scenario) {
+  scenario.num_routers = random.Chance(0.2) ? 2 : 1;
+  scenario.num_prefill = static_cast<int>(random.Between(1, 3));
+  scenario.num_decode = static_cast<int>(random.Between(1, 3));
+
+  model::ScriptedOptions& script = scenario.script;
+  script.seed = random.Bits();
+  script.vocab_size = kVocabSize;
+  script.max_positions = 4096;
+  script.page_tokens = random.Chance(0.8) ? 128 : 256;
+  script.end_probability = random.Chance(0.5) ? 0.03 : 0.0;
+  script.max_tokens_per_step = static_cast<int32_t>(random.Between(1, 4));
+  script.step_time = random.Between(absl::Milliseconds(1), absl::Milliseconds(20));
+  script.prefill_token_time = random.Between(absl::ZeroDuration(), absl::Microseconds(200));
+
+  worker::WorkerConfig& worker = scenario.worker;
+  worker.page_tokens = script.page_tokens;
+  // Tight: three or four pages of a kind for all sequences together.
+  worker.cache_tokens = random.Chance(0.5) ? 512 : 2048;
+  worker.max_sequences = static_cast<int32_t>(random.Between(2, 6));
+  worker.max_queued_sequences = static_cast<int32_t>(random.Between(1, 6));
+  worker.chunk_tokens = random.Between(16, 256);
+  worker.threads = 1;
+  worker.transfer_timeout = random.Between(absl::Milliseconds(300), absl::Seconds(1));
+  worker.reservation_lease = random.Between(absl::Seconds(1), absl::Seconds(4));
+  // The reservation's way to the prefill worker takes two messages.
+  worker.quarantine_time = worker.transfer_timeout + 2 * Scenario::kLongestDelay +
+                           Scenario::kLongestLateness + absl::Milliseconds(500);
+
+  router::RouterConfig& router = scenario.router;
+  router.max_active_requests = static_cast<int32_t>(random.Between(2, 10));
+  router.max_queued_requests = static_cast<int32_t>(random.Between(1, 12));
+  router.max_behind_messages = random.Chance(0.3) ? 24 : 2048;
+  router.load_interval = random.Between(absl::Milliseconds(50), absl::Milliseconds(200));
+  router.heartbeat_interval = absl::Milliseconds(500);
+  router.lease = absl::Seconds(3);
+  router.request_timeout = absl::Seconds(60);
+}
+
+void DrawWeather(RandomSource& random, Weather& weather) {
+  weather.longest_latency = random.Between(absl::Microseconds(100), absl::Milliseconds(5));
+  weather.longest_write = random.Between(absl::Microseconds(100), absl::Milliseconds(20));
+  if (random.Chance(0.3)) {
+    weather.slow_share = 0.05;
+    weather.slow_latency = Scenario::kLongestLatency;
+  }
+  if (random.Chance(0.3)) weather.repeat_share = 0.1;
+}
+
+void DrawStorm(RandomSource& random, Weather& weather) {
+  if (random.Chance(0.3)) weather.break_share = 0.01;
+  if (random.Chance(0.3)) weather.slow_write_share = 0.02;
+  if (random.Chance(0.2)) weather.lost_write_share = 0.01;
+  if (random.Chance(0.2)) weather.failed_write_share = 0.01;
+  if (random.Chance(0.2)) weather.corrupt_write_share = 0.01;
+}
+
+ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
+  ClientPlan plan;
+  plan.arrives_at = Scale(absl::Seconds(5), random);
+  const int64_t room = std::min<int64_t>(scenario.worker.cache_tokens, 512);
+  plan.max_output_tokens = random.Between(1, 48);
+  const int64_t longest = room - plan.max_output_tokens - 1;
+  const int64_t length = random.Chance(0.3) ? random.Between(1, 8) : random.Between(1, longest);
+  for (int64_t i = 0; i < length; ++i) {
+    plan.prompt.push_back(static_cast<int32_t>(random.Between(2, kVocabSize - 1)));
+  }
+  if (random.Chance(0.2)) plan.leaves_after = Scale(absl::Seconds(2), random);
+  if (random.Chance(0.1)) plan.deadline = Scale(absl::Seconds(3), random);
+  if (random.Chance(0.15)) plan.read_pause = Scale(absl::Milliseconds(200), random);
+  return plan;
+}
+
+Misfortune DrawMisfortune(RandomSource& random, const Scenario& scenario) {
+  Misfortune misfortune;
+  misfortune.at = Scale(absl::Seconds(6), random);
+  constexpr MisfortuneKind kKinds[] = {
+      MisfortuneKind::kKill,
+      MisfortuneKind::kKill,
+      MisfortuneKind::kPowerOff,
+      MisfortuneKind::kDrain,
+      MisfortuneKind::kResetCalls,
+      MisfortuneKind::kSilentCalls,
+      MisfortuneKind::kResetPages,
+      MisfortuneKind::kSilentPages,
+      MisfortuneKind::kLoseRegistration,
+      MisfortuneKind::kRestartRouter,
+  };
+  misfortune.kind = kKinds[random.Below(std::size(kKinds))];
+  misfortune.worker =
+      static_cast<int>(random.Between(0, scenario.num_prefill + scenario.num_decode - 1));
+  misfortune.router = static_cast<int>(random.Between(0, scenario.num_routers - 1));
+  misfortune.lasts = Scale(absl::Seconds(3), random);
+  return misfortune;
+}
+
+}  // namespace
+
+absl::string_view MisfortuneName(MisfortuneKind kind) {
+  switch (kind) {
+    case MisfortuneKind::kKill:
+      return "kill";
+    case MisfortuneKind::kPowerOff:
+      return "power off";
+    case MisfortuneKind::kDrain:
+      return "drain";
+    case MisfortuneKind::kResetCalls:
+      return "reset calls";
+    case MisfortuneKind::kSilentCalls:
+      return "silence calls";
+    case MisfortuneKind::kResetPages:
+      return "reset pages";
+    case MisfortuneKind::kSilentPages:
+      return "silence pages";
+    case MisfortuneKind::kLoseRegistration:
+      return "lose registration";
+    default:
+      return "restart router";
+  }
+}
+
+Scenario DrawScenario(uint64_t seed) {
+  RandomSource random(seed * 0x2545f4914f6cdd1d + 1);
+  Scenario scenario;
+  scenario.seed = seed;
+  DrawSizes(random, scenario);
+  DrawWeather(random, scenario.weather);
+  const int64_t num_clients = random.Between(3, 14);
+  // A burst comes at once.
+  const bool is_burst = random.Chance(0.2);
+  for (int64_t i = 0; i < num_clients; ++i) {
+    scenario.clients.push_back(DrawClient(random, scenario));
+    if (is_burst) scenario.clients.back().arrives_at = absl::Milliseconds(500);
+  }
+  scenario.faults_end = absl::Seconds(8);
+  if (seed % 5 == 0) return scenario;  // Every fifth seed is load alone.
+  DrawStorm(random, scenario.weather);
+  const int64_t num_misfortunes = random.Between(0, 4);
+  for (int64_t i = 0; i < num_misfortunes; ++i) {
+    scenario.misfortunes.push_back(DrawMisfortune(random, scenario));
+  }
+  std::ranges::sort(scenario.misfortunes, {}, &Misfortune::at);
+  return scenario;
+}
+
+std::string Describe(const Scenario& scenario) {
+  const worker::WorkerConfig& worker = scenario.worker;
+  const router::RouterConfig& router = scenario.router;
+  const Weather& weather = scenario.weather;
+  std::string text = absl::StrFormat(
+      "seed %d: %d routers, %d prefill and %d decode workers, cache of %d tokens in pages of %d, "
+      "%d slots, %d queued, chunks of %d, lease %s, write timeout %s, quarantine %s, step %s + %s "
+      "a token, 1 to %d tokens a step; %d active and %d queued requests, %d messages behind\n",
+      scenario.seed, scenario.num_routers, scenario.num_prefill, scenario.num_decode,
+      worker.cache_tokens, worker.page_tokens, worker.max_sequences, worker.max_queued_sequences,
+      worker.chunk_tokens, absl::FormatDuration(worker.reservation_lease),
+      absl::FormatDuration(worker.transfer_timeout), absl::FormatDuration(worker.quarantine_time),
+      absl::FormatDuration(scenario.script.step_time),
+      absl::FormatDuration(scenario.script.prefill_token_time), scenario.script.max_tokens_per_step,
+      router.max_active_requests, router.max_queued_requests, router.max_behind_messages);
+  absl::StrAppend(&text, "messages: up to ", absl::FormatDuration(weather.longest_latency),
+                  ", slow ", weather.slow_share, ", break ", weather.break_share, ", twice ",
+                  weather.repeat_share, "; writes: up to ",
+                  absl::FormatDuration(weather.longest_write), ", slow ", weather.slow_write_share,
+                  ", lost ", weather.lost_write_share, ", failed ", weather.failed_write_share,
+                  ", corrupt ", weather.corrupt_write_share, "\n");
+  for (size_t i = 0; i < scenario.clients.size(); ++i) {
+    const ClientPlan& client = scenario.clients[i];
+    absl::StrAppend(&text, "client ", i, " at ", absl::FormatDuration(client.arrives_at), ": ",
+                    client.prompt.size(), " prompt tokens, ", client.max_output_tokens,
+                    " output tokens, leaves after ", absl::FormatDuration(client.leaves_after),
+                    ", deadline ", absl::FormatDuration(client.deadline), ", reads every ",
+                    absl::FormatDuration(client.read_pause), "\n");
+  }
+  for (const Misfortune& misfortune : scenario.misfortunes) {
+    absl::StrAppend(&text, MisfortuneName(misfortune.kind), " at ",
+                    absl::FormatDuration(misfortune.at), ": worker ", misfortune.worker,
+                    ", router ", misfortune.router, ", for ",
+                    absl::FormatDuration(misfortune.lasts), "\n");
+  }
+  return text;
+}
+
+}  // namespace isthmus::sim
