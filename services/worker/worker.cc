@@ -72,8 +72,10 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Assemble(const WorkerConfig& con
   ISTHMUS_RETURN_IF_ERROR(worker->Publish(parts.incarnation, role));
   worker->FillCard(role);
   worker->loop_->Start(std::move(parts.on_step));
-  Worker* const self = worker.get();
-  worker->poll_thread_ = Thread(clock, [self] { self->PollTransport(); });
+  if (role == v1::WORKER_ROLE_DECODE) {  // Nobody writes into the pages of others.
+    Worker* const self = worker.get();
+    worker->poll_thread_ = Thread(clock, [self] { self->PollTransport(); });
+  }
   return worker;
 }
 
@@ -145,7 +147,7 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
 absl::Status Worker::Publish(uint64_t incarnation, v1::WorkerRole role) {
   card_.set_incarnation(incarnation != 0 ? incarnation : rpc::NewIncarnation());
   card_.set_transfer_lane(transport_->lane());
-  if (role != v1::WORKER_ROLE_DECODE) return absl::OkStatus();  // Nobody writes into its pages.
+  if (role != v1::WORKER_ROLE_DECODE) return absl::OkStatus();
   ISTHMUS_ASSIGN_OR_RETURN(
       *card_.mutable_transfer(),
       transport_->Publish(RegionsOf(*pool_),

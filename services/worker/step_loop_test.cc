@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/worker/step_loop.h"
+
+#include <gtest/gtest.h>
+
+#include "services/worker/testing/worker_pair.h"
+
+namespace isthmus::worker {
+namespace {
+
+TEST(StepLoopTest, AStepThatHangsIsNotLiveAndAnIdleLoopIs) {
+  WorkerConfig config = ScriptedConfig();
+  config.liveness_timeout = absl::Milliseconds(100);
+  config.scripted_step_time = absl::Milliseconds(600);
+  WorkerPair pair(config, ScriptedConfig());
+  RealClock().Sleep(absl::Milliseconds(150));
+  EXPECT_TRUE(pair.prefill->is_live());
+  EXPECT_EQ(pair.prefill->loop().stalled_for(), absl::ZeroDuration());
+  const TestRequest request = RequestOf(10);
+  Thread thread(RealClock(), [&] { EXPECT_TRUE(pair.Begin(request).ok()); });
+  EXPECT_TRUE(ComesTrue([&] { return !pair.prefill->is_live(); }));
+  thread.Join();
+  EXPECT_TRUE(pair.prefill->is_live());
+}
+
+TEST(StepLoopTest, ObserversSeeTheBatch) {
+  std::vector<StepFigures> seen;
+  WorkerConfig config = ScriptedConfig();
+  config.scripted_step_time = absl::Milliseconds(2);
+  transfer::LoopbackNetwork network;
+  WorkerParts parts;
+  parts.transport = transfer::MakeLoopbackTransport(&network, "one");
+  parts.on_step = [&seen](const StepFigures& figures) { seen.push_back(figures); };
+  auto worker = Worker::Assemble(config, v1::WORKER_ROLE_DECODE, std::move(parts), RealClock());
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  for (int i = 0; i < 3; ++i) {
+    StepLoop::Entry entry;
+    engine::SamplingParams sampling;
+    sampling.max_tokens = 20;
+    entry.sequence = *(*worker)->engine().Admit("r", std::vector<int32_t>(200, 5), sampling);
+    entry.on_step = [](const engine::Sequence&, int64_t) { return true; };
+    entry.on_end = [](engine::Sequence ended, const absl::Status& status) {
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_EQ(ended.num_output_tokens(), 20);
+    };
+    entry.is_cancelled = std::make_shared<std::atomic<bool>>(false);
+    ASSERT_TRUE((*worker)->loop().Submit(std::move(entry)).ok());
+  }
+  EXPECT_TRUE(ComesTrue([&] { return (*worker)->loop().num_sequences() == 0; }));
+  (*worker)->Stop();
+  ASSERT_GE(seen.size(), 20u);
+  EXPECT_EQ(seen[10].num_sequences, 3);
+  EXPECT_GE(seen[10].duration, absl::Milliseconds(2));
+}
+
+}  // namespace
+}  // namespace isthmus::worker
