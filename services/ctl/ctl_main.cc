@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// isthmusctl: the client and the operator's tool. Exit codes: 0 done, 2 bad input, 1 anything else.
+// isthmusctl: the client and the operator's tool.
+//
+// Exit codes: 0 done; 1 the cluster said no, or could not be asked, or (drain) something is left;
+// 2 bad input: options, files, a request that the router calls invalid, a worker that it does not
+// know. Answers go to stdout, figures and errors to stderr.
 #include <google/protobuf/util/json_util.h>
 
 #include <CLI/CLI.hpp>
@@ -14,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "services/base/program.h"
 #include "services/base/status_macros.h"
+#include "services/ctl/status_table.h"
 #include "services/rpc/router_client.h"
 #include "services/text/chat_json.h"
 
@@ -33,37 +38,13 @@ struct Flags {
   bool thinking = false;
   std::string effort;
   std::string request_id;
-  double temperature = 0;
-  double top_p = 1;
-  uint32_t top_k = 0;
-  std::optional<uint64_t> seed;
-  uint32_t max_tokens = 256;
+  rpc::SamplingOptions sampling;
+  std::string worker;
+  std::string wait = "60s";
+  std::string reason = "isthmusctl drain";
 };
 
 absl::Duration TimeoutOf(const Flags& flags) { return absl::Seconds(flags.timeout_seconds); }
-
-v1::SamplingParams SamplingOf(const Flags& flags) {
-  v1::SamplingParams sampling;
-  sampling.set_temperature(flags.temperature);
-  sampling.set_top_p(flags.top_p);
-  sampling.set_top_k(flags.top_k);
-  if (flags.seed.has_value()) sampling.set_seed(*flags.seed);
-  sampling.set_max_output_tokens(flags.max_tokens);
-  return sampling;
-}
-
-const char* ReasonName(v1::FinishReason reason) {
-  switch (reason) {
-    case v1::FINISH_REASON_STOP:
-      return "stop";
-    case v1::FINISH_REASON_LENGTH:
-      return "length";
-    case v1::FINISH_REASON_TOOL_CALLS:
-      return "tool_calls";
-    default:
-      return "";
-  }
-}
 
 absl::StatusOr<std::string> ReadWhole(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -86,7 +67,7 @@ void PrintFigures(const v1::Finish& finish) {
 void AddFigures(const v1::Finish& finish, Json& out) {
   const uint64_t prompt = finish.usage().prompt_tokens();
   const uint64_t output = finish.usage().output_tokens();
-  out["finish_reason"] = ReasonName(finish.finish_reason());
+  out["finish_reason"] = std::string(rpc::FinishReasonName(finish.finish_reason()));
   out["usage"] = {
       {"prompt_tokens", prompt}, {"completion_tokens", output}, {"total_tokens", prompt + output}};
   out["timings"] = {{"ttft_ms", finish.timings().ttft_ms()},
@@ -103,7 +84,7 @@ absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conve
   request.set_conversation_json(text::PythonJson(conversation));
   request.set_thinking(flags.thinking);
   request.set_reasoning_effort(flags.effort);
-  *request.mutable_sampling() = SamplingOf(flags);
+  *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
   ISTHMUS_ASSIGN_OR_RETURN(
       const v1::Finish finish,
       client.Chat(request, TimeoutOf(flags), [&flags](const v1::TokenDelta& delta) {
@@ -154,7 +135,7 @@ absl::Status RunChat(const Flags& flags) {
 absl::Status RunGenerate(const Flags& flags) {
   v1::GenerateRequest request;
   request.set_request_id(flags.request_id);
-  *request.mutable_sampling() = SamplingOf(flags);
+  *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
   const bool prints_ids = flags.tokens.has_value();
   if (prints_ids) {
     ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(*flags.tokens));
@@ -196,31 +177,11 @@ absl::Status RunGenerate(const Flags& flags) {
   return absl::OkStatus();
 }
 
-void PrintStatus(const v1::StatusReply& status) {
-  std::cout << absl::StrFormat("router %s (commit %s, protocol %d): %s, %d active, %d queued\n",
-                               status.version(), status.commit(), status.protocol_version(),
-                               status.is_ready() ? "ready" : "not ready", status.active_requests(),
-                               status.queued_requests());
-  if (!status.is_ready()) std::cout << "  " << status.not_ready_reason() << "\n";
-  for (const v1::WorkerStatus& worker : status.workers()) {
-    const v1::WorkerCard& card = worker.card();
-    std::cout << absl::StrFormat(
-        "%s %s: %s, incarnation %016x, checkpoint %016x, layout %016x, index_topk %d, %s, "
-        "%d active, %d of %d pages free, %d of %d state slots free\n",
-        card.role() == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode", worker.address(),
-        worker.problem().empty() ? "usable" : worker.problem(), card.incarnation(),
-        card.values().checkpoint_fingerprint(), card.values().layout_fingerprint(),
-        card.values().index_topk(), card.transfer_lane(), worker.load().active_sequences(),
-        worker.load().free_pages(), worker.load().total_pages(), worker.load().free_state_slots(),
-        worker.load().total_state_slots());
-  }
-}
-
 absl::Status RunStatus(const Flags& flags) {
   rpc::RouterClient client(flags.server);
   ISTHMUS_ASSIGN_OR_RETURN(const v1::StatusReply status, client.Status(absl::Seconds(5)));
   if (!flags.json) {
-    PrintStatus(status);
+    std::cout << StatusTable(status);
     return absl::OkStatus();
   }
   google::protobuf::util::JsonPrintOptions options;
@@ -234,6 +195,28 @@ absl::Status RunStatus(const Flags& flags) {
   return absl::OkStatus();
 }
 
+absl::Status RunDrain(const Flags& flags) {
+  absl::Duration wait;
+  if (!absl::ParseDuration(flags.wait, &wait) || wait < absl::ZeroDuration() ||
+      wait > absl::Hours(1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--wait: is \"", flags.wait, "\", want a duration from 0s to 1h, as 60s"));
+  }
+  rpc::RouterClient client(flags.server);
+  ISTHMUS_ASSIGN_OR_RETURN(const v1::DrainReply reply,
+                           client.Drain(flags.worker, flags.reason, wait));
+  const std::string& who = flags.worker.empty() ? flags.server : flags.worker;
+  if (flags.json) {
+    const Json out = {{"address", who}, {"left", reply.transfers()}};
+    std::cout << text::PythonJson(out) << "\n";
+  } else {
+    std::cout << who << " drains: " << reply.transfers() << " left\n";
+  }
+  if (reply.transfers() == 0) return absl::OkStatus();
+  return absl::DeadlineExceededError(
+      absl::StrCat(reply.transfers(), " are left at ", who, " after ", flags.wait));
+}
+
 // CLI11 alone would take -1 and what exceeds 64 bits for the largest number.
 std::string SeedProblem(const std::string& text) {
   uint64_t seed = 0;
@@ -242,12 +225,15 @@ std::string SeedProblem(const std::string& text) {
 }
 
 void AddSampling(CLI::App* command, Flags& flags) {
-  command->add_option("--temperature", flags.temperature, "0 is greedy")->capture_default_str();
-  command->add_option("--top-p", flags.top_p, "Share of probability kept")->capture_default_str();
-  command->add_option("--top-k", flags.top_k, "Tokens kept; 0: all")->capture_default_str();
-  command->add_option("--seed", flags.seed, "Seed of the sampler; absent: a random one")
+  command->add_option("--temperature", flags.sampling.temperature, "0 is greedy")
+      ->capture_default_str();
+  command->add_option("--top-p", flags.sampling.top_p, "Share of probability kept")
+      ->capture_default_str();
+  command->add_option("--top-k", flags.sampling.top_k, "Tokens kept; 0: all")
+      ->capture_default_str();
+  command->add_option("--seed", flags.sampling.seed, "Seed of the sampler; absent: a random one")
       ->check(SeedProblem);
-  command->add_option("--max-tokens", flags.max_tokens, "Output tokens at most")
+  command->add_option("--max-tokens", flags.sampling.max_tokens, "Output tokens at most")
       ->capture_default_str();
   command->add_option("--request-id", flags.request_id, "Name of the request in logs");
   command->add_option("--timeout", flags.timeout_seconds, "Seconds until the last token")
@@ -286,10 +272,18 @@ int Main(int argc, const char* const* argv) {
   AddSampling(generate, flags);
 
   CLI::App* status = app.add_subcommand("status", "What the router knows about the cluster");
+  CLI::App* drain = app.add_subcommand(
+      "drain",
+      "Let a worker, or who listens at --server, finish what it has and take nothing more");
+  drain->add_option("--worker", flags.worker, "host:port of a worker, as status shows it");
+  drain->add_option("--wait", flags.wait, "How long to wait until nothing is left")
+      ->capture_default_str();
+  drain->add_option("--reason", flags.reason, "For logs and status")->capture_default_str();
   if (const std::optional<int> code = ParseCommandLine(app, argc, argv)) return *code;
   absl::Status result = *chat       ? RunChat(flags)
                         : *generate ? RunGenerate(flags)
                         : *status   ? RunStatus(flags)
+                        : *drain    ? RunDrain(flags)
                                     : absl::InvalidArgumentError("no such command");
   // An answer that did not arrive is no success: a full disk, a closed pipe.
   if (result.ok() && !std::cout.flush()) {

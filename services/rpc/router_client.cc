@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "absl/strings/str_cat.h"
+#include "proto/cluster.grpc.pb.h"
 #include "proto/generate.grpc.pb.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/channel.h"
@@ -16,6 +17,11 @@ namespace {
 
 void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout));
+}
+
+void SetDuration(absl::Duration duration, google::protobuf::Duration* wire) {
+  wire->set_seconds(absl::ToInt64Seconds(duration));
+  wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
 }
 
 absl::StatusOr<v1::Finish> ReadReply(grpc::ClientReader<v1::GenerateReply>& reader,
@@ -39,13 +45,38 @@ absl::StatusOr<v1::Finish> ReadReply(grpc::ClientReader<v1::GenerateReply>& read
 
 }  // namespace
 
+v1::SamplingParams ToSamplingParams(const SamplingOptions& options) {
+  v1::SamplingParams params;
+  params.set_temperature(options.temperature);
+  params.set_top_p(options.top_p);
+  params.set_top_k(options.top_k);
+  if (options.seed.has_value()) params.set_seed(*options.seed);
+  params.set_max_output_tokens(options.max_tokens);
+  return params;
+}
+
+absl::string_view FinishReasonName(v1::FinishReason reason) {
+  switch (reason) {
+    case v1::FINISH_REASON_STOP:
+      return "stop";
+    case v1::FINISH_REASON_LENGTH:
+      return "length";
+    case v1::FINISH_REASON_TOOL_CALLS:
+      return "tool_calls";
+    default:
+      return "";
+  }
+}
+
 struct RouterClient::State {
-  std::string address;
-  std::unique_ptr<v1::Generation::Stub> stub;
+  explicit State(const std::string& server)
+      : address(server), channel(OpenChannel(server)), stub(v1::Generation::NewStub(channel)) {}
+  const std::string address;
+  const std::shared_ptr<grpc::Channel> channel;
+  const std::unique_ptr<v1::Generation::Stub> stub;
 };
 
-RouterClient::RouterClient(const std::string& address)
-    : state_(new State{address, v1::Generation::NewStub(OpenChannel(address))}) {}
+RouterClient::RouterClient(const std::string& address) : state_(new State(address)) {}
 
 RouterClient::~RouterClient() = default;
 
@@ -71,6 +102,32 @@ absl::StatusOr<v1::StatusReply> RouterClient::Status(absl::Duration timeout) {
   v1::StatusReply reply;
   const grpc::Status status = state_->stub->Status(&context, v1::StatusRequest(), &reply);
   ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(status, context, state_->address));
+  return reply;
+}
+
+absl::StatusOr<v1::DrainReply> RouterClient::Drain(const std::string& worker,
+                                                   const std::string& reason,
+                                                   absl::Duration patience) {
+  v1::DrainTarget target;
+  target.set_address(worker);
+  target.set_reason(reason);
+  SetDuration(patience, target.mutable_patience());
+  v1::DrainReply reply;
+  grpc::ClientContext context;
+  // Whoever drains answers at the end of its patience; this is for the way.
+  SetTimeout(context, patience + absl::Seconds(10));
+  grpc::Status status = state_->stub->Drain(&context, target, &reply);
+  if (status.error_code() != grpc::StatusCode::UNIMPLEMENTED || !worker.empty()) {
+    ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(status, context, state_->address));
+    return reply;
+  }
+  v1::DrainCall call;
+  call.set_reason(reason);
+  SetDuration(patience, call.mutable_patience());
+  grpc::ClientContext direct;
+  SetTimeout(direct, patience + absl::Seconds(10));
+  status = v1::Cluster::NewStub(state_->channel)->Drain(&direct, call, &reply);
+  ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(status, direct, state_->address));
   return reply;
 }
 
