@@ -75,17 +75,18 @@ bool FieldLiteral(const std::vector<std::string>& lines, size_t from, absl::stri
 
 bool HasUnit(absl::string_view metric) {
   absl::ConsumeSuffix(&metric, "_total");
-  for (const absl::string_view unit : {"_seconds", "_bytes", "_tokens", "_ratio", "_pages"}) {
+  for (const absl::string_view unit : {"_seconds", "_bytes", "_tokens", "_ratio", "_pages",
+                                       "_slots", "_sequences", "_transfers", "_routers"}) {
     if (absl::EndsWith(metric, unit)) return true;
   }
   return false;
 }
 
-// A metric counts something (…_failures_total) or ends in its base unit.
+// A metric counts something (…_failures_total), ends in its base unit or says whether (…_is_live).
 bool IsMetricName(absl::string_view name) {
   return absl::StartsWith(name, "isthmus_") &&
          (absl::EndsWith(name, "_total") || HasUnit(name) || absl::StrContains(name, "_num_") ||
-          absl::EndsWith(name, "_info"));
+          absl::StrContains(name, "_is_") || absl::EndsWith(name, "_info"));
 }
 
 void CheckMetric(const SourceFile& file, size_t i, std::vector<Finding>* findings) {
