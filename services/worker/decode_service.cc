@@ -47,7 +47,7 @@ void DecodeService::Stop() {
   {
     MutexLock lock(mutex_);
     stops_ = true;
-    changed_.notify_all();
+    sweep_changed_.notify_all();
   }
   sweeper_.Join();
 }
@@ -105,7 +105,7 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
       absl::ToInt64Nanoseconds(lease - absl::Seconds(absl::ToInt64Seconds(lease)))));
   transfer->expires = worker_->clock().Now() + lease;
   transfers_.emplace(call.transfer_id(), transfer);
-  changed_.notify_all();
+  SweepBy(transfer->expires);
   return reservation;
 }
 
@@ -276,6 +276,7 @@ void DecodeService::EndSequence(Transfer& transfer, engine::Sequence sequence,
     message.set_first_index(static_cast<uint64_t>(transfer.num_sent));
     message.set_end(v1::SEQUENCE_END_FAILED);
     *message.mutable_error() = rpc::ToWorkerError(error);
+    metrics_->Add(kEarlyEnds, 1, {absl::StatusCodeToString(error.code())});
     LogWarning("a sequence ended early",
                {{"request_id", sequence.request_id}, {"status", error.ToString()}});
   }
@@ -300,9 +301,9 @@ DecodeService::Transfers::iterator DecodeService::Erase(Transfers::iterator entr
 // Under mutex_.
 void DecodeService::Quarantine(Transfer& transfer) {
   const absl::Time last_start = std::max(worker_->clock().Now(), transfer.expires);
-  quarantine_[transfer.call.transfer_id()] = {std::move(transfer.cache),
-                                              last_start + worker_->config().quarantine_time};
-  changed_.notify_all();
+  const absl::Time until = last_start + worker_->config().quarantine_time;
+  quarantine_[transfer.call.transfer_id()] = {std::move(transfer.cache), until};
+  SweepBy(until);
 }
 
 absl::StatusOr<v1::CancelReply> DecodeService::Cancel(const v1::CancelCall& call,
@@ -402,7 +403,7 @@ void DecodeService::SweepAt(absl::Time now) {
 }
 
 // Under mutex_. When something expires next.
-absl::Time DecodeService::NextSweep() const {
+absl::Time DecodeService::NextDue() const {
   absl::Time next = absl::InfiniteFuture();
   for (const auto& [transfer_id, transfer] : transfers_) {
     if (transfer->state == Transfer::State::kReserved) next = std::min(next, transfer->expires);
@@ -411,14 +412,22 @@ absl::Time DecodeService::NextSweep() const {
   return next;
 }
 
+// Under mutex_.
+void DecodeService::SweepBy(absl::Time due) {
+  if (due >= sweeps_at_) return;
+  sweeps_at_ = due;
+  sweep_changed_.notify_all();
+}
+
 void DecodeService::RunSweeper() {
   MutexLock lock(mutex_);
   while (!stops_) {
     const absl::Time now = worker_->clock().Now();
     SweepAt(now);
-    const absl::Time next = NextSweep();
-    worker_->clock().WaitFor(changed_, lock, std::min(next - now, absl::Hours(1)),
-                             [&] { return stops_ || NextSweep() < next; });
+    const absl::Time next = std::min(NextDue(), now + absl::Hours(1));
+    sweeps_at_ = next;
+    worker_->clock().WaitFor(sweep_changed_, lock, next - now,
+                             [&] { return stops_ || sweeps_at_ < next; });
   }
 }
 

@@ -111,7 +111,8 @@ class DecodeService {
   void Quarantine(Transfer& transfer);
   Transfers::iterator Erase(Transfers::iterator entry);
   void SweepAt(absl::Time now);
-  absl::Time NextSweep() const;
+  void SweepBy(absl::Time due);
+  absl::Time NextDue() const;
 
   Worker* const worker_;
   rpc::MetricsExporter* const metrics_;
@@ -123,6 +124,8 @@ class DecodeService {
   PastTransfers past_;
   bool is_draining_ = false;
   bool stops_ = false;
+  CondVar sweep_changed_;
+  absl::Time sweeps_at_;  // When the thread looks again.
   Thread sweeper_;
 };
 

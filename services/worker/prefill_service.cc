@@ -97,6 +97,16 @@ absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
 
 absl::StatusOr<v1::KvHandoff> PrefillService::Prefill(const v1::PrefillCall& call,
                                                       const CallScope& scope) {
+  absl::StatusOr<v1::KvHandoff> handoff = Attempt(call, scope);
+  if (handoff.ok()) return handoff;
+  metrics_->Add(kPrefillFailures, 1, {absl::StatusCodeToString(handoff.status().code())});
+  LogWarning("a prefill failed",
+             {{"request_id", call.request_id()}, {"status", handoff.status().ToString()}});
+  return handoff;
+}
+
+absl::StatusOr<v1::KvHandoff> PrefillService::Attempt(const v1::PrefillCall& call,
+                                                      const CallScope& scope) {
   ISTHMUS_RETURN_IF_ERROR(CheckCall(call));
   ISTHMUS_ASSIGN_OR_RETURN(const std::shared_ptr<Call> state, Register(call, scope));
   // The sequence and its pages are gone when Run returns.

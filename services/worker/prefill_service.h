@@ -66,6 +66,7 @@ class PrefillService {
  private:
   struct Call;
 
+  absl::StatusOr<v1::KvHandoff> Attempt(const v1::PrefillCall& call, const CallScope& scope);
   absl::Status CheckCall(const v1::PrefillCall& call) const;
   absl::StatusOr<std::shared_ptr<Call>> Register(const v1::PrefillCall& call,
                                                  const CallScope& scope);

@@ -13,6 +13,15 @@ inline constexpr MetricSpec kPrefills = {
     .labels = {},
     .buckets = {}};
 
+inline constexpr absl::string_view kCodeLabel[] = {"code"};
+
+inline constexpr MetricSpec kPrefillFailures = {
+    .name = "isthmus_prefill_failures_total",
+    .kind = MetricKind::kCounter,
+    .help = "Prefill calls that ended with an error, by status code; refusals count.",
+    .labels = kCodeLabel,
+    .buckets = {}};
+
 inline constexpr MetricSpec kPushedBytes = {
     .name = "isthmus_prefill_pushed_bytes_total",
     .kind = MetricKind::kCounter,
@@ -58,6 +67,13 @@ inline constexpr MetricSpec kOutputTokens = {
     .help =
         "Tokens that this worker generated. The first token of a reply is the prefill worker's.",
     .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kEarlyEnds = {
+    .name = "isthmus_decode_early_ends_total",
+    .kind = MetricKind::kCounter,
+    .help = "Sequences that ended before their reply was whole, by status code.",
+    .labels = kCodeLabel,
     .buckets = {}};
 
 inline constexpr MetricSpec kExpiredLeases = {
@@ -182,6 +198,8 @@ inline constexpr const MetricSpec* kAllMetrics[] = {
     &kQuarantinedPages,
     &kIsDraining,
     &kRegisteredRouters,
+    &kPrefillFailures,
+    &kEarlyEnds,
 };
 
 }  // namespace isthmus::worker

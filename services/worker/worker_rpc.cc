@@ -47,13 +47,8 @@ class PrefillRpc : public v1::PrefillService::Service {
   grpc::Status Prefill(grpc::ServerContext* context, const v1::PrefillCall* call,
                        v1::KvHandoff* reply) override {
     const absl::Duration left = absl::FromChrono(context->deadline()) - absl::Now();
-    absl::StatusOr<v1::KvHandoff> handoff = service_->Prefill(
-        *call, {clock_->Now() + left, [context] { return context->IsCancelled(); }});
-    if (!handoff.ok()) {
-      LogWarning("a prefill failed",
-                 {{"request_id", call->request_id()}, {"status", handoff.status().ToString()}});
-    }
-    return Answer(std::move(handoff), reply, context);
+    const CallScope scope = {clock_->Now() + left, [context] { return context->IsCancelled(); }};
+    return Answer(service_->Prefill(*call, scope), reply, context);
   }
   grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelCall* call,
                       v1::CancelReply* reply) override {
