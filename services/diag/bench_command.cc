@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// isthmus-diag bench offline: tokens per second of prefill and decode of one sequence, without any
-// process boundary. The prompt is random ids from a fixed seed: the work does not depend on what
-// they mean. Rounds of both phases alternate and the median is reported, since machines are noisy.
+// isthmus-diag bench: speed of prefill and decode in this process (offline), or through a router
+// (cluster).
+//
+// offline: tokens per second of prefill and decode of some sequences, without any process boundary.
+// The prompt is random ids from a fixed seed: the work does not depend on what they mean. Rounds of
+// both phases alternate and the median is reported, since machines are noisy.
 #include <algorithm>
 #include <fstream>
 #include <iostream>
@@ -17,6 +20,9 @@
 #include "services/base/status_macros.h"
 #include "services/diag/commands.h"
 #include "services/diag/local_engine.h"
+#ifdef ISTHMUS_WITH_RPC
+#include "services/diag/bench_cluster.h"
+#endif
 
 namespace isthmus::diag {
 namespace {
@@ -84,6 +90,15 @@ absl::StatusOr<Round> RunRound(LocalEngine& local, const BenchFlags& flags) {
   return round;
 }
 
+// To a file; nowhere when it has no name.
+absl::Status WriteRecord(const nlohmann::ordered_json& record, const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
+  std::ofstream file(path);
+  file << record.dump(1) << "\n";
+  file.flush();
+  return file ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
+}
+
 absl::Status RunBench(const BenchFlags& flags) {
   if (flags.context < 1 || flags.chunk < 1 || flags.decode < 1 || flags.rounds < 1 ||
       flags.batch < 1) {
@@ -124,19 +139,11 @@ absl::Status RunBench(const BenchFlags& flags) {
                             flags.rounds, " rounds, ", threads, " threads, batch ", flags.batch,
                             ", context ", flags.context, ", chunk ", flags.chunk, ", ",
                             flags.arithmetic, ")\n");
-  if (flags.json.empty()) return absl::OkStatus();
-  std::ofstream file(flags.json);
-  file << record.dump(1) << "\n";
-  return file ? absl::OkStatus()
-              : absl::UnavailableError(absl::StrCat("cannot write ", flags.json));
+  return WriteRecord(record, flags.json);
 }
 
-}  // namespace
-
-void AddBenchCommand(CLI::App& app, absl::Status& status) {
+void AddOfflineCommand(CLI::App* bench, absl::Status& status) {
   auto flags = std::make_shared<BenchFlags>();
-  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
-  bench->require_subcommand(1);
   CLI::App* command =
       bench->add_subcommand("offline", "Prefill and decode of a random prompt, in this process");
   command->add_option("--checkpoint", flags->checkpoint, "Checkpoint directory")->required();
@@ -153,6 +160,44 @@ void AddBenchCommand(CLI::App& app, absl::Status& status) {
       ->capture_default_str();
   command->add_option("--json", flags->json, "File for the record");
   command->callback([flags, &status] { status = RunBench(*flags); });
+}
+
+#ifdef ISTHMUS_WITH_RPC
+void AddClusterCommand(CLI::App* bench, absl::Status& status) {
+  auto flags = std::make_shared<ClusterBenchFlags>();
+  auto json = std::make_shared<std::string>();
+  CLI::App* command = bench->add_subcommand("cluster", "Requests through a router, as JSON");
+  command->add_option("--server", flags->server, "host:port of the router")->capture_default_str();
+  command->add_option("--context", flags->context, "Prompt tokens")->capture_default_str();
+  command->add_option("--vocab", flags->vocab_size, "Prompt ids are below")->capture_default_str();
+  command->add_option("--decode", flags->decode, "Output tokens after the first")
+      ->capture_default_str();
+  command->add_option("--requests", flags->requests, "Measured requests")->capture_default_str();
+  command->add_option("--concurrency", flags->concurrency, "Requests at one time")
+      ->capture_default_str();
+  command->add_option("--temperature", flags->temperature, "0 is greedy")->capture_default_str();
+  command->add_option("--prefill-log", flags->prefill_log,
+                      "Log of the prefill worker on this machine: measures the hand-over");
+  command->add_option("--json", *json, "File for the record");
+  command->callback([flags, json, &status] {
+    const auto record = RunClusterBench(*flags);
+    status = record.status();
+    if (!record.ok()) return;
+    std::cout << record->dump(1) << "\n";
+    status = WriteRecord(*record, *json);
+  });
+}
+#endif
+
+}  // namespace
+
+void AddBenchCommand(CLI::App& app, absl::Status& status) {
+  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
+  bench->require_subcommand(1);
+  AddOfflineCommand(bench, status);
+#ifdef ISTHMUS_WITH_RPC
+  AddClusterCommand(bench, status);
+#endif
 }
 
 }  // namespace isthmus::diag

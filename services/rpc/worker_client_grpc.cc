@@ -15,8 +15,10 @@
 namespace isthmus::rpc {
 namespace {
 
-// How long a cancellation may go unnoticed.
+// How long a cancellation may go unnoticed: of a call, and of a stream that lives as long as both
+// processes and must not keep an idle one awake.
 constexpr std::chrono::milliseconds kPollInterval(10);
+constexpr std::chrono::milliseconds kStreamPollInterval(100);
 
 std::chrono::system_clock::time_point After(absl::Duration timeout) {
   return std::chrono::system_clock::now() + absl::ToChronoMicroseconds(timeout);
@@ -25,13 +27,14 @@ std::chrono::system_clock::time_point After(absl::Duration timeout) {
 // Waits for the next event of `queue`, cancelling the call when asked to. The wait is bounded by
 // the call's own deadline, after which gRPC delivers the event. False: the event says "no more".
 bool WaitForEvent(grpc::CompletionQueue& queue, grpc::ClientContext& context,
-                  const std::function<bool()>& is_cancelled) {
+                  const std::function<bool()>& is_cancelled,
+                  std::chrono::milliseconds poll_interval = kPollInterval) {
   void* tag = nullptr;
   bool ok = false;
   bool was_cancelled = false;
   while (true) {
     const auto outcome =
-        queue.AsyncNext(&tag, &ok, std::chrono::system_clock::now() + kPollInterval);
+        queue.AsyncNext(&tag, &ok, std::chrono::system_clock::now() + poll_interval);
     if (outcome == grpc::CompletionQueue::GOT_EVENT) return ok;
     if (outcome == grpc::CompletionQueue::SHUTDOWN) return false;
     if (!was_cancelled && is_cancelled && is_cancelled()) {
@@ -146,7 +149,7 @@ absl::Status GrpcWorkerClient::ReadTokens(const v1::TokensHello& hello, const Ca
   if (goes_on) on_open();
   while (goes_on) {
     stream->Read(&step, &context);
-    goes_on = WaitForEvent(queue, context, options.is_cancelled);
+    goes_on = WaitForEvent(queue, context, options.is_cancelled, kStreamPollInterval);
     if (goes_on) on_step(step);
   }
   grpc::Status status;
