@@ -94,6 +94,8 @@ absl::Status RunClient(const std::string& name, const ClientPlan& plan, const Sc
   const absl::Time end = clock.Now();
   journal.Note(absl::StrCat(name, ": ", reading.tokens.size(), " tokens, ", status.ToString()));
 
+  journal.Count(absl::StrCat("request ", absl::StatusCodeToString(status.code())));
+
   const std::vector<int32_t> script =
       model::ScriptedReply(scenario.script, plan.prompt, plan.max_output_tokens);
   const std::string objection = Objection(reading, script, status.ok());

@@ -28,12 +28,14 @@ Cluster::Cluster(const Scenario& scenario, const router::Acceptor* acceptor, Clo
   pages_.before_post = [this](const transfer::LoopbackWrite& write) { return FateOf(write); };
   pages_.after_landing = [this](const transfer::LoopbackWrite& write, std::span<std::byte> landed) {
     watch_.NoteLanded(write);
+    journal_->Count(write.is_abandoned ? "write landed late" : "write landed");
     MutexLock lock(mutex_);
     if (is_fair_ || landed.empty() || !random_.Chance(scenario_.weather.corrupt_write_share)) {
       return;
     }
     landed[random_.Below(landed.size())] ^= std::byte{4};
     journal_->Note("a write is corrupted");
+    journal_->Count("write corrupted");
   };
   for (int i = 0; i < scenario_.num_prefill + scenario_.num_decode; ++i) {
     auto slot = std::make_unique<Slot>();
@@ -59,10 +61,7 @@ rpc::Passage Cluster::PassageOf(const rpc::InProcessMessage& message) {
     passage.latency = random_.Between(absl::ZeroDuration(), weather.slow_latency);
   }
   passage.breaks = random_.Chance(weather.break_share);
-  // A Prefill that is repeated after its end is a router's bug, and the network repeats nothing by
-  // itself; the other calls may be.
-  if (!message.is_answer && message.method != "Prefill" && message.method != "Tokens" &&
-      random_.Chance(weather.repeat_share)) {
+  if (!message.is_answer && message.method != "Tokens" && random_.Chance(weather.repeat_share)) {
     passage.again_after =
         absl::Milliseconds(1) +
         random_.Between(absl::ZeroDuration(), weather.slow_latency + weather.longest_latency);
@@ -210,7 +209,7 @@ void Cluster::Settle() {
         [this] { return OpenEnds(); });
   for (int i = 0; i < scenario_.num_routers; ++i) {
     ClientPlan plan;
-    for (int32_t token = 2; token < 200; ++token) plan.prompt.push_back(token + 100 * i);
+    for (int32_t token = 2; token < 40; ++token) plan.prompt.push_back(token + 100 * i);
     plan.max_output_tokens = 5;
     Excuses none;
     none.patience = absl::Seconds(5);

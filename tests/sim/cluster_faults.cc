@@ -74,6 +74,7 @@ void Cluster::RestartRouter(const Misfortune& misfortune) {
   const auto index = static_cast<size_t>(misfortune.router);
   {
     const std::shared_ptr<RouterRun> run = routers_.at(index);
+    if (run->is_down()) return;  // Somebody else is at it.
     run->SetDown();
     for (const auto& slot : slots_) {
       calls_.SetLink(run->name(), slot->address, rpc::LinkState::kReset);

@@ -2,7 +2,9 @@
 // What happened in a cluster under test: events for people, violations that fail the test.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,12 @@ class Journal {
     if (note_) note_(event);
   }
 
+  // Something that may happen and is worth knowing how often.
+  void Count(const std::string& what) {
+    MutexLock lock(mutex_);
+    ++counts_[what];
+  }
+
   // Something that must never happen.
   void Violate(const std::string& text) {
     Note("VIOLATION: " + text);
@@ -32,11 +40,16 @@ class Journal {
     MutexLock lock(mutex_);
     return violations_;
   }
+  std::map<std::string, uint64_t> counts() const {
+    MutexLock lock(mutex_);
+    return counts_;
+  }
 
  private:
   const std::function<void(absl::string_view)> note_;
   mutable Mutex mutex_;
-  std::vector<std::string> violations_;  // Guarded by mutex_.
+  std::vector<std::string> violations_;     // Guarded by mutex_.
+  std::map<std::string, uint64_t> counts_;  // Guarded by mutex_.
 };
 
 }  // namespace isthmus::sim

@@ -57,6 +57,7 @@ Outcome Play(uint64_t seed, bool trace) {
     world.CheckEachStep({});
     outcome.violations = journal.violations();
     outcome.num_replies = cluster.num_replies();
+    outcome.counts = journal.counts();
   });
   rpc::SetIdentitySource({});
   outcome.trace_hash = world.trace_hash();

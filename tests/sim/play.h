@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,9 @@ struct Outcome {
   uint64_t trace_hash = 0;
   int64_t num_steps = 0;
   uint64_t num_replies = 0;  // Requests that ended with OK.
+
+  // How often what happened, by name: whether a seed is any good.
+  std::map<std::string, uint64_t> counts;
 };
 
 // `trace` prints the scenario and every event to stderr.

@@ -40,14 +40,14 @@ void DrawSizes(RandomSource& random, Scenario& scenario) {
   worker.chunk_tokens = random.Between(16, 256);
   worker.threads = 1;
   worker.transfer_timeout = random.Between(absl::Milliseconds(300), absl::Seconds(1));
-  worker.reservation_lease = random.Between(absl::Seconds(1), absl::Seconds(4));
+  worker.reservation_lease = random.Between(absl::Seconds(2), absl::Seconds(6));
   // The reservation's way to the prefill worker takes two messages.
   worker.quarantine_time = worker.transfer_timeout + 2 * Scenario::kLongestDelay +
                            Scenario::kLongestLateness + absl::Milliseconds(500);
 
   router::RouterConfig& router = scenario.router;
   router.max_active_requests = static_cast<int32_t>(random.Between(2, 10));
-  router.max_queued_requests = static_cast<int32_t>(random.Between(1, 12));
+  router.max_queued_requests = static_cast<int32_t>(random.Between(1, 24));
   router.max_behind_messages = random.Chance(0.3) ? 24 : 2048;
   router.load_interval = random.Between(absl::Milliseconds(50), absl::Milliseconds(200));
   router.heartbeat_interval = absl::Milliseconds(500);
@@ -58,19 +58,25 @@ void DrawSizes(RandomSource& random, Scenario& scenario) {
 void DrawWeather(RandomSource& random, Weather& weather) {
   weather.longest_latency = random.Between(absl::Microseconds(100), absl::Milliseconds(5));
   weather.longest_write = random.Between(absl::Microseconds(100), absl::Milliseconds(20));
-  if (random.Chance(0.3)) {
-    weather.slow_share = 0.05;
+  if (random.Chance(0.4)) {
+    weather.slow_share = random.Chance(0.5) ? 0.05 : 0.3;
     weather.slow_latency = Scenario::kLongestLatency;
   }
   if (random.Chance(0.3)) weather.repeat_share = 0.1;
 }
 
+// Each kind of trouble comes in some seeds, rare or frequent.
+double DrawShare(RandomSource& random) {
+  if (!random.Chance(0.35)) return 0;
+  return random.Chance(0.3) ? 0.1 : 0.01;
+}
+
 void DrawStorm(RandomSource& random, Weather& weather) {
-  if (random.Chance(0.3)) weather.break_share = 0.01;
-  if (random.Chance(0.3)) weather.slow_write_share = 0.02;
-  if (random.Chance(0.2)) weather.lost_write_share = 0.01;
-  if (random.Chance(0.2)) weather.failed_write_share = 0.01;
-  if (random.Chance(0.2)) weather.corrupt_write_share = 0.01;
+  weather.break_share = DrawShare(random) / 4;
+  weather.slow_write_share = DrawShare(random);
+  weather.lost_write_share = DrawShare(random) / 2;
+  weather.failed_write_share = DrawShare(random) / 2;
+  weather.corrupt_write_share = DrawShare(random) / 2;
 }
 
 ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
@@ -143,7 +149,7 @@ Scenario DrawScenario(uint64_t seed) {
   scenario.seed = seed;
   DrawSizes(random, scenario);
   DrawWeather(random, scenario.weather);
-  const int64_t num_clients = random.Between(3, 14);
+  const int64_t num_clients = random.Between(4, 30);
   // A burst comes at once.
   const bool is_burst = random.Chance(0.2);
   for (int64_t i = 0; i < num_clients; ++i) {
@@ -153,7 +159,12 @@ Scenario DrawScenario(uint64_t seed) {
   scenario.faults_end = absl::Seconds(8);
   if (seed % 5 == 0) return scenario;  // Every fifth seed is load alone.
   DrawStorm(random, scenario.weather);
-  const int64_t num_misfortunes = random.Between(0, 4);
+  // So short that it may end before a prompt is computed.
+  if (random.Chance(0.3)) {
+    scenario.worker.reservation_lease =
+        random.Between(absl::Milliseconds(150), absl::Milliseconds(500));
+  }
+  const int64_t num_misfortunes = random.Between(0, 8);
   for (int64_t i = 0; i < num_misfortunes; ++i) {
     scenario.misfortunes.push_back(DrawMisfortune(random, scenario));
   }

@@ -88,7 +88,9 @@ struct Scenario {
   absl::Duration faults_end;
 
   // Whether every patient client is owed its reply.
-  bool is_fair() const { return misfortunes.empty() && weather.is_fair(); }
+  bool is_fair() const {
+    return misfortunes.empty() && weather.is_fair() && worker.reservation_lease >= absl::Seconds(1);
+  }
 
   // What the quarantine is built on: a message is at most so old when it arrives (its latency and
   // the longest silence that a connection survives), and a page write lands at most so long after

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <string>
 
 #include "absl/strings/numbers.h"
@@ -62,10 +63,12 @@ class SeedBlock : public testing::Test {
   void TestBody() override {
     int64_t num_steps = 0;
     uint64_t num_replies = 0;
+    std::map<std::string, uint64_t> counts;
     for (uint64_t seed = first_; seed <= last_; ++seed) {
       const Outcome outcome = PlayGuarded(seed, trace_);
       num_steps += outcome.num_steps;
       num_replies += outcome.num_replies;
+      for (const auto& [what, count] : outcome.counts) counts[what] += count;
       for (const std::string& violation : outcome.violations) {
         ADD_FAILURE() << "seed " << seed << ": " << violation << "\n" << ReplayCommand(seed);
       }
@@ -74,6 +77,9 @@ class SeedBlock : public testing::Test {
     RecordProperty("replies", std::to_string(num_replies));
     printf("%lld steps, %llu whole replies\n", static_cast<long long>(num_steps),
            static_cast<unsigned long long>(num_replies));
+    for (const auto& [what, count] : counts) {
+      printf("%10llu  %s\n", static_cast<unsigned long long>(count), what.c_str());
+    }
   }
 
  private:

@@ -91,22 +91,23 @@ rpc::WorkerMethods WorkerRun::Methods() {
   methods.reserve = [this](const v1::ReserveCall& call, const rpc::ServedCall&) {
     absl::StatusOr<v1::KvReservation> reservation = decode_->Reserve(call);
     if (reservation.ok()) around_.watch->NoteReserved(*reservation);
-    return reservation;
+    return Counted("reserve", std::move(reservation));
   };
   methods.prefill = [this](const v1::PrefillCall& call, const rpc::ServedCall& scope) {
     PageWatch::WriteFor(call.reservation().transfer_id());
-    return prefill_->Prefill(call, {scope.deadline, scope.is_cancelled});
+    return Counted("prefill", prefill_->Prefill(call, {scope.deadline, scope.is_cancelled}));
   };
   methods.cancel_prefill = [this](const v1::CancelCall& call, const rpc::ServedCall& scope) {
-    return prefill_->Cancel(call, scope.deadline - around_.clock->Now());
+    return Counted("cancel prefill", prefill_->Cancel(call, scope.deadline - around_.clock->Now()));
   };
   methods.handoff = [this](const v1::HandoffCall& call, const rpc::ServedCall&) {
     absl::StatusOr<v1::HandoffReply> reply = decode_->Handoff(call);
     if (reply.ok()) around_.watch->NoteRunning(call.handoff().transfer_id());
-    return reply;
+    return Counted("handoff", std::move(reply));
   };
   methods.cancel_decode = [this](const v1::CancelCall& call, const rpc::ServedCall& scope) {
-    return decode_->Cancel(call, scope.deadline - around_.clock->Now());
+    return Counted(call.writer_is_done() ? "cancel decode" : "cancel decode, quarantine",
+                   decode_->Cancel(call, scope.deadline - around_.clock->Now()));
   };
   methods.drain = [this](const v1::DrainCall& call, const rpc::ServedCall&) { return Drain(call); };
   methods.tokens = [this](const v1::TokensHello& hello, const rpc::ServedCall& scope,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "kvtransfer/transport_loopback.h"
 #include "services/base/clock.h"
@@ -59,6 +60,13 @@ class WorkerRun {
                            const rpc::TokenSink& sink);
   absl::StatusOr<v1::DrainReply> Drain(const v1::DrainCall& call);
   v1::WorkerLoad Load() const;
+
+  template <typename Reply>
+  absl::StatusOr<Reply> Counted(absl::string_view call, absl::StatusOr<Reply> reply) const {
+    around_.journal->Count(
+        absl::StrCat(call, " ", absl::StatusCodeToString(reply.status().code())));
+    return reply;
+  }
 
   // The worker's end of a registration stream, as services/rpc/registration_client.cc behaves.
   void KeepRegistered(size_t router);
