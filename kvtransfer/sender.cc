@@ -104,13 +104,4 @@ absl::Status Pusher::Push(std::span<const PageSpan> spans, absl::Time deadline) 
   return absl::OkStatus();
 }
 
-absl::StatusOr<uint64_t> Push(Transport& transport, const v1::KvReservation& reservation,
-                              const v1::TransferEndpoint& target, uint64_t own_fingerprint,
-                              std::span<const PageSpan> spans, absl::Time deadline) {
-  ISTHMUS_ASSIGN_OR_RETURN(Pusher pusher,
-                           Pusher::Open(transport, reservation, target, own_fingerprint));
-  ISTHMUS_RETURN_IF_ERROR(pusher.Push(spans, deadline));
-  return pusher.bytes();
-}
-
 }  // namespace isthmus::transfer

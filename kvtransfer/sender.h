@@ -62,9 +62,4 @@ class Pusher {
   uint64_t bytes_ = 0;
 };
 
-// Checks, then writes in one piece. Returns the bytes written, all of them in the owner's memory.
-absl::StatusOr<uint64_t> Push(Transport& transport, const v1::KvReservation& reservation,
-                              const v1::TransferEndpoint& target, uint64_t own_fingerprint,
-                              std::span<const PageSpan> spans, absl::Time deadline);
-
 }  // namespace isthmus::transfer

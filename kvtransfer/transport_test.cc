@@ -188,6 +188,29 @@ TEST_F(UcxTransportTest, AnOwnerThatDoesNotPollCostsNoMoreThanTheDeadline) {
   EXPECT_LT(outcome.duration, absl::Seconds(2));
 }
 
+TEST_F(UcxTransportTest, WritesPagesThatAreLargerThanAPiece) {
+  // Pages of 1.4 MB: the units of the one region, twenty at a time.
+  PageOwner owner(Make());
+  v1::TransferEndpoint large = owner.endpoint;
+  large.mutable_regions(0)->set_unit_bytes(20 * kPageBytes);
+  const std::vector<std::byte> page = Pattern(20 * kPageBytes, 7);
+  const absl::Time start = absl::Now();
+  constexpr int kRounds = 10;
+  for (int round = 0; round < kRounds; ++round) {
+    const PageSpan span = {page, 0, 1, static_cast<uint32_t>(round % 2)};
+    const absl::Status status = writer_->Write(large, {&span, 1}, start + absl::Seconds(20));
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  const double megabytes = 1e-6 * kRounds * static_cast<double>(page.size());
+  RecordProperty("mb_per_s",
+                 static_cast<int>(megabytes / absl::ToDoubleSeconds(absl::Now() - start)));
+  for (uint32_t unit = 0; unit < kPages; ++unit) {
+    EXPECT_TRUE(std::equal(owner.page(unit).begin(), owner.page(unit).end(),
+                           page.begin() + (unit % 20) * kPageBytes))
+        << unit;
+  }
+}
+
 TEST_F(UcxTransportTest, AHungOwnerDelaysNoWriteToAnother) {
   PageOwner hung(Make());
   PageOwner lively(Make(), kIncarnation + 1);
@@ -214,7 +237,7 @@ TEST_F(UcxTransportTest, AWriteThatGivesUpSpoilsNoOtherToTheSameOwner) {
   ASSERT_TRUE(Write(owner, 0, absl::Seconds(20)).status.ok());
   owner.Stop();
   auto patient = StartWrite(owner, 1, absl::Seconds(20), 20);
-  EXPECT_EQ(Write(owner, 21, absl::Milliseconds(200)).status.code(),
+  EXPECT_EQ(Write(owner, 21, absl::Milliseconds(200), 400).status.code(),
             absl::StatusCode::kDeadlineExceeded);
   owner.Start();
   const Outcome outcome = patient.get();

@@ -3,9 +3,9 @@
 //
 // Every write that runs has a link (an endpoint) to itself; links that are idle are kept for the
 // next one. A link first says hello by active message and waits for the owner's incarnation. Then
-// it posts puts, a bounded number at a time, and flushes, which completes when the owner's memory
-// holds the bytes. The owner's Poll makes progress for what arrives, since over tcp the owner's
-// processor copies it. A link that failed in any way is closed by force and never used again.
+// it puts piece by piece, each flushed, which completes when the owner's memory holds it. The
+// owner's Poll makes progress for what arrives, since over tcp the owner's processor copies it. A
+// link that failed in any way is closed by force and never used again.
 #include <ucp/api/ucp.h>
 
 #include <algorithm>
@@ -96,8 +96,12 @@ absl::Status UcxTransport::Open() {
   ucp_config_t* config = nullptr;
   ucs_status_t status = ucp_config_read(nullptr, nullptr, &config);
   if (status != UCS_OK) return UcxSetUpError("reading its configuration", status);
+  const std::string segment = absl::StrCat(kSegmentBytes);
   for (const auto& [key, value] :
-       {std::pair("TLS", options_.lanes), std::pair("NET_DEVICES", options_.devices)}) {
+       {std::pair("TLS", options_.lanes), std::pair("NET_DEVICES", options_.devices),
+        std::pair("TX_SEG_SIZE", segment), std::pair("RX_SEG_SIZE", segment),
+        // What it finds out, a write finds out too (ucx_link.cc).
+        std::pair("KEEPALIVE_INTERVAL", std::string("inf"))}) {
     status = ucp_config_modify(config, key, value.c_str());
     if (status != UCS_OK) break;
   }

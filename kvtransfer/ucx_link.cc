@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kvtransfer/ucx_link.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,8 +13,6 @@
 namespace isthmus::transfer {
 namespace {
 
-// Writes that are under way at one time: enough to keep a connection busy, few to give up.
-constexpr size_t kMaxPosted = 32;
 constexpr absl::Duration kCloseTimeout = absl::Milliseconds(200);
 
 uint32_t GenerationOf(const v1::TransferEndpoint& target) {
@@ -120,24 +119,35 @@ absl::Status UcxLink::ImportKeys(const v1::TransferEndpoint& target) {
   return absl::OkStatus();
 }
 
+// Posts one piece and waits until the owner's memory holds it. One piece at a time, and each in one
+// segment of UCX's: over tcp UCX 1.13 acknowledges every segment from the owner's side, and ends
+// the owner's process when it works one off whose writer it already knows to be dead.
+absl::Status UcxLink::WritePiece(MutexLock& lock, std::span<const std::byte> bytes,
+                                 uint64_t address, ucp_rkey_h key, absl::Time deadline) {
+  if (RealClock().Now() >= deadline) return UcxDeadlineError("write");
+  const ucp_request_param_t param = Params();
+  Posted(ucp_put_nbx(endpoint_, bytes.data(), bytes.size(), address, key, &param));
+  Posted(ucp_ep_flush_nbx(endpoint_, &param));
+  return Wait(lock, "write", 0, deadline);
+}
+
 absl::Status UcxLink::Write(MutexLock& lock, const v1::TransferEndpoint& target,
                             std::span<const PageSpan> spans, absl::Time deadline) {
-  const ucp_request_param_t param = Params();
   for (const PageSpan& span : spans) {
-    ISTHMUS_RETURN_IF_ERROR(Wait(lock, "write", kMaxPosted - 1, deadline));
-    if (RealClock().Now() >= deadline) return UcxDeadlineError("write");
     const v1::RegionCard& region = target.regions(static_cast<int>(span.region));
     ucp_rkey_h key = span.region < keys_.size() ? keys_[span.region] : nullptr;
     if (key == nullptr) {
       return absl::InvalidArgumentError(absl::StrCat(
           "region ", span.region, " has no key, the peer gave ", keys_.size(), " regions"));
     }
-    Posted(ucp_put_nbx(endpoint_, span.bytes.data(), span.bytes.size(),
-                       region.base_address() + span.unit * region.unit_bytes(), key, &param));
+    const uint64_t unit = region.base_address() + span.unit * region.unit_bytes();
+    for (size_t at = 0; at < span.bytes.size(); at += kPieceBytes) {
+      const size_t size = std::min(kPieceBytes, span.bytes.size() - at);
+      ISTHMUS_RETURN_IF_ERROR(
+          WritePiece(lock, span.bytes.subspan(at, size), unit + at, key, deadline));
+    }
   }
-  // Completes when the owner's memory holds the bytes.
-  Posted(ucp_ep_flush_nbx(endpoint_, &param));
-  return Wait(lock, "flush", 0, deadline);
+  return absl::OkStatus();
 }
 
 bool UcxLink::Close(MutexLock& lock) {

@@ -19,6 +19,10 @@
 
 namespace isthmus::transfer {
 
+// Of UCX's tcp lane, both ways; and what of a page fits into one beside UCX's headers.
+inline constexpr size_t kSegmentBytes = 256 << 10;
+inline constexpr size_t kPieceBytes = kSegmentBytes - 1024;
+
 inline constexpr unsigned kHelloId = 1;
 inline constexpr unsigned kAnswerId = 2;
 
@@ -70,6 +74,8 @@ class UcxLink {
   void Posted(void* request);
   absl::Status Wait(MutexLock& lock, absl::string_view what, size_t max_pending,
                     absl::Time deadline);
+  absl::Status WritePiece(MutexLock& lock, std::span<const std::byte> bytes, uint64_t address,
+                          ucp_rkey_h key, absl::Time deadline);
   absl::Status ImportKeys(const v1::TransferEndpoint& target);
 
   UcxProgress* const progress_;

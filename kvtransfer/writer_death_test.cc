@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The death of a writer's process in the middle of its writes, which its owner must survive: what
+// has arrived by then is still worked off, towards a peer that is gone.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "absl/time/clock.h"
+#include "kvtransfer/testing/page_owner.h"
+
+extern char** environ;
+
+namespace isthmus::transfer {
+namespace {
+
+using testing::kPages;
+using testing::PageOwner;
+using testing::Pattern;
+
+constexpr char kWriterTest[] = "WriterProcess.DISABLED_WritesUntilItIsKilled";
+
+// This program once more, as a writer: the endpoint comes on stdin, and it writes until it dies.
+TEST(WriterProcess, DISABLED_WritesUntilItIsKilled) {
+  std::string text;
+  char piece[4096];
+  for (ssize_t n = 0; (n = read(STDIN_FILENO, piece, sizeof(piece))) > 0;) text.append(piece, n);
+  v1::TransferEndpoint target;
+  ASSERT_TRUE(target.ParseFromString(text));
+  auto writer = MakeUcxTransport({});
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  const std::vector<std::byte> page = Pattern(testing::kPageBytes, 1);
+  std::vector<PageSpan> spans;
+  for (uint32_t i = 0; i < 20 * kPages; ++i) spans.push_back({page, 0, 1, i % uint32_t{kPages}});
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      const absl::Time deadline = absl::Now() + absl::Seconds(30);
+      while ((*writer)->Write(target, spans, deadline).ok()) continue;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// The process id of a writer to `target`.
+pid_t StartWriter(const v1::TransferEndpoint& target) {
+  int ends[2];
+  EXPECT_EQ(pipe(ends), 0);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[0], STDIN_FILENO);
+  posix_spawn_file_actions_addclose(&actions, ends[1]);
+  const std::string filter = std::string("--gtest_filter=") + kWriterTest;
+  std::string name = "/proc/self/exe";
+  std::string arguments[] = {name, "--gtest_also_run_disabled_tests", filter, "--gtest_brief=1"};
+  char* argv[] = {arguments[0].data(), arguments[1].data(), arguments[2].data(),
+                  arguments[3].data(), nullptr};
+  pid_t pid = -1;
+  EXPECT_EQ(posix_spawn(&pid, name.c_str(), &actions, nullptr, argv, environ), 0);
+  posix_spawn_file_actions_destroy(&actions);
+  close(ends[0]);
+  const std::string text = target.SerializeAsString();
+  EXPECT_EQ(write(ends[1], text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  close(ends[1]);
+  return pid;
+}
+
+TEST(WriterDeathTest, ItsOwnerLivesAndServesTheNextWriter) {
+  auto made = MakeUcxTransport({});
+  ASSERT_TRUE(made.ok()) << made.status();
+  PageOwner owner(*std::move(made));
+  for (int round = 0; round < 8; ++round) {
+    const pid_t writer = StartWriter(owner.endpoint);
+    ASSERT_GT(writer, 0);
+    owner.Forget();
+    const absl::Time patience = absl::Now() + absl::Seconds(20);
+    while (!owner.has_changed() && absl::Now() < patience) absl::SleepFor(absl::Milliseconds(5));
+    EXPECT_TRUE(owner.has_changed());
+    // Half of the time with much under way, half of the time with what there is.
+    if (round % 2 == 0) {
+      owner.Stop();
+      absl::SleepFor(absl::Milliseconds(50));
+    }
+    kill(writer, SIGKILL);
+    EXPECT_EQ(waitpid(writer, nullptr, 0), writer);
+    if (round % 2 == 0) owner.Start();
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  auto next = MakeUcxTransport({});
+  ASSERT_TRUE(next.ok());
+  const std::vector<std::byte> page = Pattern(testing::kPageBytes, 2);
+  const PageSpan span = {page, 0, 1, 3};
+  const absl::Status status =
+      (*next)->Write(owner.endpoint, {&span, 1}, absl::Now() + absl::Seconds(20));
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(std::equal(page.begin(), page.end(), owner.page(3).begin()));
+}
+
+}  // namespace
+}  // namespace isthmus::transfer
