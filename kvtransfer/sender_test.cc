@@ -2,10 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "absl/time/clock.h"
 #include "kvtransfer/sender.h"
 #include "kvtransfer/testing/page_owner.h"
 #include "kvtransfer/transport_loopback.h"
+#include "services/base/clock.h"
 #include "services/base/fault.h"
 
 namespace isthmus::transfer {
@@ -31,8 +31,9 @@ struct Refusal {
 
   absl::Status Run() {
     auto pusher = Pusher::Open(*writer, reservation, target, own_layout);
-    const absl::Status status =
-        pusher.ok() ? pusher->Push({&span, 1}, absl::Now() + absl::Seconds(5)) : pusher.status();
+    const absl::Status status = pusher.ok()
+                                    ? pusher->Push({&span, 1}, RealClock().Now() + absl::Seconds(5))
+                                    : pusher.status();
     EXPECT_EQ(owner.page(0)[1], std::byte{0});  // Not one byte came.
     return status;
   }
@@ -74,7 +75,7 @@ TEST(PusherTest, WritesPiecesAndCountsWhatWasAcknowledged) {
   auto pusher = Pusher::Open(*piece.writer, piece.reservation, piece.target, kLayout);
   ASSERT_TRUE(pusher.ok()) << pusher.status();
   EXPECT_EQ(pusher->bytes(), 0);
-  const absl::Time deadline = absl::Now() + absl::Seconds(5);
+  const absl::Time deadline = RealClock().Now() + absl::Seconds(5);
   for (uint32_t unit : {4u, 2u}) {
     piece.span.unit = unit;
     ASSERT_TRUE(pusher->Push({&piece.span, 1}, deadline).ok());
@@ -90,11 +91,11 @@ TEST(PusherTest, WritesNoPageThatWasNotReservedForItAndNothingAfterwards) {
   ASSERT_TRUE(pusher.ok()) << pusher.status();
   PageSpan spans[] = {stray.span, stray.span};
   spans[1].unit = 3;
-  const absl::Status status = pusher->Push(spans, absl::Now() + absl::Seconds(5));
+  const absl::Status status = pusher->Push(spans, RealClock().Now() + absl::Seconds(5));
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("names page 3 of region 0, which is none of the 3 that transfer 3031"));
-  EXPECT_EQ(pusher->Push({spans, 1}, absl::Now() + absl::Seconds(5)), status);
+  EXPECT_EQ(pusher->Push({spans, 1}, RealClock().Now() + absl::Seconds(5)), status);
   EXPECT_EQ(stray.owner.page(0)[1], std::byte{0});
   EXPECT_EQ(pusher->bytes(), 0);
 }
@@ -103,9 +104,9 @@ TEST(PusherTest, APieceThatComesTooLateEndsTheTransfer) {
   Refusal late;
   auto pusher = Pusher::Open(*late.writer, late.reservation, late.target, kLayout);
   ASSERT_TRUE(pusher.ok()) << pusher.status();
-  const absl::Status status = pusher->Push({&late.span, 1}, absl::Now() - absl::Seconds(1));
+  const absl::Status status = pusher->Push({&late.span, 1}, RealClock().Now() - absl::Seconds(1));
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(pusher->Push({&late.span, 1}, absl::Now() + absl::Seconds(5)), status);
+  EXPECT_EQ(pusher->Push({&late.span, 1}, RealClock().Now() + absl::Seconds(5)), status);
   EXPECT_EQ(late.owner.page(0)[1], std::byte{0});
 }
 
@@ -117,7 +118,7 @@ TEST(PusherTest, MayFillTheStateSlotThatIsReserved) {
   auto pusher = Pusher::Open(*slot.writer, reservation, slot.target, kLayout);
   ASSERT_TRUE(pusher.ok()) << pusher.status();
   slot.span.unit = 9;
-  EXPECT_TRUE(pusher->Push({&slot.span, 1}, absl::Now() + absl::Seconds(5)).ok());
+  EXPECT_TRUE(pusher->Push({&slot.span, 1}, RealClock().Now() + absl::Seconds(5)).ok());
 }
 
 TEST(SenderTest, RefusesADeadRegionGeneration) {

@@ -6,11 +6,11 @@
 #include <future>
 #include <thread>
 
-#include "absl/time/clock.h"
 #include "kvtransfer/receiver.h"
 #include "kvtransfer/sender.h"
 #include "kvtransfer/testing/page_owner.h"
 #include "kvtransfer/transport_loopback.h"
+#include "services/base/clock.h"
 #include "services/base/crc32c.h"
 #include "services/base/fault.h"
 
@@ -37,7 +37,7 @@ class TransportTest : public ::testing::TestWithParam<const char*> {
     EXPECT_TRUE(made.ok()) << made.status();
     return made.ok() ? *std::move(made) : nullptr;
   }
-  static absl::Time Soon() { return absl::Now() + absl::Seconds(20); }
+  static absl::Time Soon() { return RealClock().Now() + absl::Seconds(20); }
 
   LoopbackNetwork network_;
 };
@@ -54,9 +54,11 @@ TEST_P(TransportTest, WritesPagesInAnyOrderAndTheyVerify) {
     const uint32_t unit = (i * 7 + 3) % kPages;
     spans.push_back({pages[unit], 0, owner.endpoint.regions(0).generation(), unit});
   }
-  const auto written = Push(*writer, owner.Reserve(), owner.endpoint, kLayout, spans, Soon());
-  ASSERT_TRUE(written.ok()) << written.status();
-  EXPECT_EQ(*written, kPageBytes * kPages);
+  auto pusher = Pusher::Open(*writer, owner.Reserve(), owner.endpoint, kLayout);
+  ASSERT_TRUE(pusher.ok()) << pusher.status();
+  const absl::Status pushed = pusher->Push(spans, Soon());
+  ASSERT_TRUE(pushed.ok()) << pushed;
+  EXPECT_EQ(pusher->bytes(), kPageBytes * kPages);
 
   std::vector<ExpectedGroup> expected;
   for (uint32_t i = 0; i < kPages; ++i) {
@@ -113,7 +115,7 @@ TEST_P(TransportTest, StartsNoWritePastItsDeadline) {
   const std::unique_ptr<Transport> writer = Make("prefill");
   const auto page = Pattern(kPageBytes, 1);
   const PageSpan span = {page, 0, 1, 0};
-  const absl::Status status = writer->Write(owner.endpoint, {&span, 1}, absl::Now());
+  const absl::Status status = writer->Write(owner.endpoint, {&span, 1}, RealClock().Now());
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   EXPECT_EQ(FaultScopeOf(status), FaultScope::kPeer);
   EXPECT_EQ(owner.page(0)[1], std::byte{0});
@@ -162,9 +164,9 @@ class UcxTransportTest : public ::testing::Test {
     std::vector<PageSpan> spans;
     for (uint32_t i = 0; i < num_spans; ++i)
       spans.push_back({page_, 0, 1, (unit + i) % uint32_t{kPages}});
-    const absl::Time start = absl::Now();
+    const absl::Time start = RealClock().Now();
     const absl::Status status = writer_->Write(owner.endpoint, spans, start + patience);
-    return {status, absl::Now() - start};
+    return {status, RealClock().Now() - start};
   }
   std::future<Outcome> StartWrite(const PageOwner& owner, uint32_t unit, absl::Duration patience,
                                   uint32_t num_spans = 1) {
@@ -194,7 +196,7 @@ TEST_F(UcxTransportTest, WritesPagesThatAreLargerThanAPiece) {
   v1::TransferEndpoint large = owner.endpoint;
   large.mutable_regions(0)->set_unit_bytes(20 * kPageBytes);
   const std::vector<std::byte> page = Pattern(20 * kPageBytes, 7);
-  const absl::Time start = absl::Now();
+  const absl::Time start = RealClock().Now();
   constexpr int kRounds = 10;
   for (int round = 0; round < kRounds; ++round) {
     const PageSpan span = {page, 0, 1, static_cast<uint32_t>(round % 2)};
@@ -203,7 +205,7 @@ TEST_F(UcxTransportTest, WritesPagesThatAreLargerThanAPiece) {
   }
   const double megabytes = 1e-6 * kRounds * static_cast<double>(page.size());
   RecordProperty("mb_per_s",
-                 static_cast<int>(megabytes / absl::ToDoubleSeconds(absl::Now() - start)));
+                 static_cast<int>(megabytes / absl::ToDoubleSeconds(RealClock().Now() - start)));
   for (uint32_t unit = 0; unit < kPages; ++unit) {
     EXPECT_TRUE(std::equal(owner.page(unit).begin(), owner.page(unit).end(),
                            page.begin() + (unit % 20) * kPageBytes))
@@ -288,10 +290,10 @@ TEST_F(UcxTransportTest, OneTransportWritesWhileItsOwnPagesAreWritten) {
   std::vector<PageSpan> spans;
   for (uint32_t unit = 0; unit < 20; ++unit) spans.push_back({page_, 0, 1, unit});
   auto there = std::async(std::launch::async, [&] {
-    return left.transport().Write(right.endpoint, spans, absl::Now() + absl::Seconds(20));
+    return left.transport().Write(right.endpoint, spans, RealClock().Now() + absl::Seconds(20));
   });
   const absl::Status back =
-      right.transport().Write(left.endpoint, spans, absl::Now() + absl::Seconds(20));
+      right.transport().Write(left.endpoint, spans, RealClock().Now() + absl::Seconds(20));
   EXPECT_TRUE(back.ok()) << back;
   const absl::Status status = there.get();
   EXPECT_TRUE(status.ok()) << status;
