@@ -40,46 +40,6 @@ TEST(DecodeServiceTest, AReplyOfOneTokenEndsWithItsHandoff) {
   EXPECT_EQ(reply.num_messages, 1);
 }
 
-// Alone and among others, through both workers, with the bundled model: tokens and logits.
-TEST(DecodeServiceTest, ABatchOfEightChangesNoBit) {
-  WorkerConfig config = TinyModelConfig();
-  config.chunk_tokens = 48;
-  config.max_batch_tokens = 96;
-  WorkerPair pair(config, config);
-  std::vector<TestRequest> requests;
-  for (uint32_t i = 0; i < 8; ++i) {
-    requests.push_back(RequestOf(1 + 37 * i, 10, 100 * i));
-    requests.back().sampler.set_temperature(i % 2 == 0 ? 0.0 : 0.8);
-    requests.back().sampler.set_seed(i);
-  }
-  std::vector<TestReply> alone;
-  for (const TestRequest& request : requests) alone.push_back(pair.Run(request));
-  for (TestRequest& request : requests) request.transfer_id = rpc::NewTransferId();
-  std::vector<TestReply> together(requests.size());
-  {
-    std::vector<Thread> threads;
-    for (size_t i = 0; i < requests.size(); ++i) {
-      threads.emplace_back(RealClock(), [&, i] {
-        const absl::StatusOr<TestReply> begun = pair.Begin(requests[i]);
-        EXPECT_TRUE(begun.ok()) << begun.status();
-        if (begun.ok()) together[i] = *begun;
-      });
-    }
-  }
-  const auto is_running = [](const TestReply& reply) {
-    return reply.end == v1::SEQUENCE_END_UNSPECIFIED;
-  };
-  while (std::ranges::any_of(together, is_running)) {
-    ASSERT_TRUE(WorkerPair::Read(*pair.tokens, requests, together));
-  }
-  for (size_t i = 0; i < requests.size(); ++i) {
-    EXPECT_EQ(together[i].tokens, alone[i].tokens) << i;
-    EXPECT_EQ(together[i].digests, alone[i].digests) << i;
-    EXPECT_EQ(together[i].digests.size(), together[i].tokens.size()) << i;
-    EXPECT_NE(together[i].digests[0], 0u) << i;
-  }
-}
-
 TEST(DecodeServiceTest, PagesOfAWriterThatIsNotDoneWaitForLeaseAndQuarantine) {
   SimulatedClock clock;
   WorkerPair pair(ScriptedConfig(), ScriptedConfig(), clock);
