@@ -293,7 +293,9 @@ void ClusterView::ReadTokens(const std::shared_ptr<WorkerLink>& link) {
     link->SetTokensOpen(false);
     if (const absl::Status standing = link->Standing(); !standing.ok()) status = standing;
     // Only we may say that a request is cancelled; a worker that stops cancels its streams.
-    if (absl::IsCancelled(status)) status = absl::UnavailableError(status.message());
+    status = absl::Status(
+        absl::IsCancelled(status) ? absl::StatusCode::kUnavailable : status.code(),
+        absl::StrCat("the decode worker's token stream has ended: ", status.message()));
     link->relay().FailAll(WithFaultScope(status, FaultScope::kPeer));
     // A worker that refuses the stream is said once, not at every try.
     if (!stops_ && (was_open || status != last)) {

@@ -58,31 +58,36 @@ Attempt::~Attempt() {
 
 rpc::CallOptions Attempt::CallTo(const WorkerLink& link) const {
   const absl::Duration left = request_->deadline - setting_.clock->Now();
-  return {rpc::HopTimeout(left, absl::ZeroDuration()),
-          [this, &link] { return setting_.is_cancelled() || !link.Standing().ok(); }};
+  // When the decode worker's tokens cannot come any more, neither worker need go on.
+  return {rpc::HopTimeout(left, absl::ZeroDuration()), [this, &link] {
+            return setting_.is_cancelled() || !link.Standing().ok() || !tokens_->failure().ok();
+          }};
+}
+
+// Either we ended the call since a worker is not heard of, or its worker did when it stopped.
+absl::Status Attempt::WhyCancelled(const absl::Status& status, const WorkerLink& callee) const {
+  if (setting_.is_cancelled()) return absl::CancelledError("the client left");
+  const absl::Status standing = callee.Standing();
+  if (!standing.ok()) return standing;
+  const absl::Status tokens = tokens_->failure();
+  if (!tokens.ok()) return tokens;
+  return WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
 }
 
 absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames_both) {
+  WorkerLink& decode = *placement_.decode;
   if (absl::IsCancelled(status)) {
-    if (setting_.is_cancelled()) return absl::CancelledError("the client left");
-    // Either we ended the call since the worker is not heard of, or the worker did when it stopped.
-    const absl::Status standing = callee.Standing();
-    status = !standing.ok()
-                 ? standing
-                 : WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
-  }
-  // A page write that its worker gave up has cost some time, not the request's own.
-  if (absl::IsDeadlineExceeded(status) && FaultScopeOf(status) == FaultScope::kPeer) {
-    status = WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
+    status = WhyCancelled(status, callee);
+    if (absl::IsCancelled(status)) return status;
+    if (callee.Standing().ok() && !tokens_->failure().ok()) {
+      blamed_.insert(decode.incarnation());
+      return status;
+    }
   }
   blamed_.insert(callee.incarnation());
-  if (blames_both && !absl::IsResourceExhausted(status)) {
-    blamed_.insert(placement_.prefill->incarnation());
-    blamed_.insert(placement_.decode->incarnation());
-  }
-  if (absl::IsUnavailable(status) && FaultScopeOf(status) == FaultScope::kPeer) {
-    callee.SetFailed(status);
-  }
+  if (absl::IsResourceExhausted(status)) return status;
+  if (blames_both) blamed_.insert({placement_.prefill->incarnation(), decode.incarnation()});
+  if (FaultScopeOf(status) == FaultScope::kPeer) callee.SetFailed(status);
   return status;
 }
 

@@ -68,6 +68,7 @@ class Attempt {
   rpc::CallOptions CallTo(const WorkerLink& link) const;
   // Notes who is to blame and whether it is still there; makes sense of cancelled calls.
   absl::Status Judge(absl::Status status, WorkerLink& callee, bool blames_both);
+  absl::Status WhyCancelled(const absl::Status& status, const WorkerLink& callee) const;
 
   const RoutedRequest* const request_;
   Placement placement_;

@@ -22,16 +22,15 @@ Links ReadyOf(const Links& links, v1::WorkerRole role) {
   return ready;
 }
 
-absl::Status NoPair(size_t num_prefill, size_t num_decode,
-                    const std::vector<v1::WorkerStatus>& statuses) {
-  std::string problems;
-  for (const v1::WorkerStatus& status : statuses) {
+absl::Status NoPair(size_t num_prefill, size_t num_decode, Problems problems) {
+  std::string texts;
+  for (const v1::WorkerStatus& status : problems()) {
     if (status.problem().empty()) continue;
-    absl::StrAppend(&problems, "; ", status.address(), ": ", status.problem());
+    absl::StrAppend(&texts, "; ", status.address(), ": ", status.problem());
   }
   return WithFaultScope(
       absl::UnavailableError(absl::StrCat("usable workers: ", num_prefill, " for prefill, ",
-                                          num_decode, " for decode", problems)),
+                                          num_decode, " for decode", texts)),
       FaultScope::kPeer);
 }
 
@@ -69,11 +68,10 @@ absl::Status CheckMatch(const v1::WorkerCard& a, absl::string_view whose_a, cons
                Hex(y.layout_fingerprint()));
 }
 
-absl::StatusOr<v1::ClusterValues> ValuesOf(const Links& links,
-                                           const std::vector<v1::WorkerStatus>& statuses) {
+absl::StatusOr<v1::ClusterValues> ValuesOf(const Links& links, Problems problems) {
   const Links prefill = ReadyOf(links, v1::WORKER_ROLE_PREFILL);
   const Links decode = ReadyOf(links, v1::WORKER_ROLE_DECODE);
-  if (prefill.empty() || decode.empty()) return NoPair(prefill.size(), decode.size(), statuses);
+  if (prefill.empty() || decode.empty()) return NoPair(prefill.size(), decode.size(), problems);
   absl::Status mismatch;
   v1::ClusterValues values;
   bool has_pair = false;
@@ -108,12 +106,11 @@ std::shared_ptr<WorkerLink> Placer::ChooseLocked(v1::WorkerRole role, const Link
   return choice[policy_->Choose(role, loads)];
 }
 
-absl::StatusOr<Placement> Placer::Place(const Links& links,
-                                        const std::vector<v1::WorkerStatus>& statuses,
+absl::StatusOr<Placement> Placer::Place(const Links& links, Problems problems,
                                         const PlaceWish& wish) {
   Links prefill = ReadyOf(links, v1::WORKER_ROLE_PREFILL);
   Links decode = ReadyOf(links, v1::WORKER_ROLE_DECODE);
-  if (prefill.empty() || decode.empty()) return NoPair(prefill.size(), decode.size(), statuses);
+  if (prefill.empty() || decode.empty()) return NoPair(prefill.size(), decode.size(), problems);
   const uint64_t tokens = wish.num_prompt_tokens + wish.max_output_tokens;
   bool is_one_full = false;
   const auto cannot_take = [&](const std::shared_ptr<WorkerLink>& link) {

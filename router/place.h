@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "proto/cluster.pb.h"
 #include "router/route_policy.h"
@@ -37,6 +38,9 @@ struct PlaceWish {
 
 using Links = std::vector<std::shared_ptr<WorkerLink>>;
 
+// The statuses of all workers that are known, for saying why none of them will do.
+using Problems = absl::FunctionRef<std::vector<v1::WorkerStatus>()>;
+
 // Whether two workers may be in one cluster. FailedPrecondition (scope peer) names the value that
 // differs, both ways. Sizes of caches may differ.
 absl::Status CheckMatch(const v1::WorkerCard& a, absl::string_view whose_a, const v1::WorkerCard& b,
@@ -44,8 +48,7 @@ absl::Status CheckMatch(const v1::WorkerCard& a, absl::string_view whose_a, cons
 
 // The values that requests are held against: those of a ready pair that matches, with the most
 // tokens that any such pair has room for. Errors are Placer::Place's.
-absl::StatusOr<v1::ClusterValues> ValuesOf(const Links& links,
-                                           const std::vector<v1::WorkerStatus>& statuses);
+absl::StatusOr<v1::ClusterValues> ValuesOf(const Links& links, Problems problems);
 
 // Thread-safe.
 class Placer {
@@ -53,11 +56,10 @@ class Placer {
   explicit Placer(absl::string_view policy) : policy_(MakeRoutePolicy(policy)) {}
 
   // The decode worker first, then a prefill worker that matches it. Unavailable (scope peer): a
-  // role has no usable worker; the message has the problems of `statuses`. FailedPrecondition:
+  // role has no usable worker; the message has their problems. FailedPrecondition:
   // workers are there, but no two of them match. ResourceExhausted: all that could serve are in
   // `wish.full`.
-  absl::StatusOr<Placement> Place(const Links& links, const std::vector<v1::WorkerStatus>& statuses,
-                                  const PlaceWish& wish);
+  absl::StatusOr<Placement> Place(const Links& links, Problems problems, const PlaceWish& wish);
 
  private:
   std::shared_ptr<WorkerLink> ChooseLocked(v1::WorkerRole role, const Links& candidates,

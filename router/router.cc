@@ -17,10 +17,10 @@
 namespace isthmus::router {
 namespace {
 
-// A worker whose last call failed is ready again with its next report, so a request that finds
-// nobody else waits about that long.
-constexpr absl::Duration kMarkPatience = absl::Milliseconds(1200);
-constexpr absl::Duration kMarkPoll = absl::Milliseconds(10);
+// A worker whose last call failed is ready again with its next report, one that has just registered
+// with its token stream; a request that finds nobody else waits about that long.
+constexpr absl::Duration kRecoveryPatience = absl::Milliseconds(1200);
+constexpr absl::Duration kRecoveryPoll = absl::Milliseconds(10);
 
 bool HasContent(const v1::TokenDelta& delta) {
   return delta.token_ids_size() > 0 || !delta.content().empty() ||
@@ -57,15 +57,40 @@ Router::Router(const RouterConfig& config, const Acceptor* acceptor, ClusterView
 
 Router::~Router() { view_->OnChange({}); }
 
+absl::Status Router::Persist(absl::Time deadline, const ClientStream& client,
+                             absl::FunctionRef<absl::Status()> find) {
+  const absl::Time end = std::min(deadline, clock_.Now() + kRecoveryPatience);
+  while (true) {
+    absl::Status found = find();
+    if (!absl::IsUnavailable(found) || clock_.Now() >= end) return found;
+    const Links links = view_->links();
+    if (std::none_of(links.begin(), links.end(),
+                     [](const auto& l) { return l->is_recovering(); })) {
+      return found;
+    }
+    if (client.is_cancelled()) return ClientLeft();
+    clock_.Sleep(kRecoveryPoll);
+  }
+}
+
+absl::StatusOr<v1::ClusterValues> Router::Values(const ClientStream& client) {
+  absl::StatusOr<v1::ClusterValues> values;
+  ISTHMUS_RETURN_IF_ERROR(Persist(client.deadline, client, [&] {
+    values = ValuesOf(view_->links(), [this] { return view_->Statuses(); });
+    return values.status();
+  }));
+  return values;
+}
+
 absl::Status Router::Generate(const v1::GenerateRequest& request, const ClientStream& client) {
-  const absl::StatusOr<v1::ClusterValues> values = ValuesOf(view_->links(), view_->Statuses());
+  const absl::StatusOr<v1::ClusterValues> values = Values(client);
   if (!values.ok()) return Run(values.status(), request.request_id(), client);
   return Run(acceptor_->AcceptGenerate(request, *values, clock_.Now(), client.deadline),
              request.request_id(), client);
 }
 
 absl::Status Router::Chat(const v1::ChatRequest& request, const ClientStream& client) {
-  const absl::StatusOr<v1::ClusterValues> values = ValuesOf(view_->links(), view_->Statuses());
+  const absl::StatusOr<v1::ClusterValues> values = Values(client);
   if (!values.ok()) return Run(values.status(), request.request_id(), client);
   return Run(acceptor_->AcceptChat(request, *values, clock_.Now(), client.deadline),
              request.request_id(), client);
@@ -124,18 +149,13 @@ absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& cli
 
 absl::StatusOr<Placement> Router::Place(const RoutedRequest& request, const ClientStream& client,
                                         const PlaceWish& wish) {
-  const absl::Time patience = clock_.Now() + kMarkPatience;
-  while (true) {
-    const Links links = view_->links();
-    absl::StatusOr<Placement> placement = placer_.Place(links, view_->Statuses(), wish);
-    if (placement.ok() || !absl::IsUnavailable(placement.status())) return placement;
-    const bool will_clear =
-        std::any_of(links.begin(), links.end(), [](const auto& l) { return l->is_marked(); });
-    const absl::Time now = clock_.Now();
-    if (!will_clear || now >= patience || now >= request.deadline) return placement;
-    if (client.is_cancelled()) return ClientLeft();
-    clock_.Sleep(kMarkPoll);
-  }
+  absl::StatusOr<Placement> placement;
+  ISTHMUS_RETURN_IF_ERROR(Persist(request.deadline, client, [&] {
+    placement = placer_.Place(
+        view_->links(), [this] { return view_->Statuses(); }, wish);
+    return placement.status();
+  }));
+  return placement;
 }
 
 absl::Status Router::Try(const RoutedRequest& request, const ClientStream& client, PlaceWish& wish,
@@ -276,7 +296,7 @@ absl::Status Router::Readiness() const {
     return absl::UnavailableError("draining: the router takes no more requests");
   }
   ISTHMUS_ASSIGN_OR_RETURN(const v1::ClusterValues values,
-                           ValuesOf(view_->links(), view_->Statuses()));
+                           ValuesOf(view_->links(), [this] { return view_->Statuses(); }));
   const auto own = static_cast<uint32_t>(acceptor_->tokenizer().vocab_size());
   if (own <= values.vocab_size()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(

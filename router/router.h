@@ -83,6 +83,11 @@ class Router {
                    Admission::Turn& turn, bool* may_retry);
   absl::StatusOr<Placement> Place(const RoutedRequest& request, const ClientStream& client,
                                   const PlaceWish& wish);
+  absl::StatusOr<v1::ClusterValues> Values(const ClientStream& client);
+
+  // Runs `find` again, for a while, when it found no usable worker and one may become usable.
+  absl::Status Persist(absl::Time deadline, const ClientStream& client,
+                       absl::FunctionRef<absl::Status()> find);
   absl::Status Stream(const RoutedRequest& request, uint32_t end_token_id, Attempt& attempt,
                       const ClientStream& client);
   absl::Status Relay(Attempt& attempt, class ReplyStream& reply, const ClientStream& client,

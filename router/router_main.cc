@@ -14,8 +14,10 @@
 namespace isthmus::router {
 namespace {
 
-// How often readiness and gauges are computed anew; a start is noticed as fast.
+// How often readiness is computed anew; a start is noticed as fast.
 constexpr absl::Duration kReadinessInterval = absl::Milliseconds(50);
+// Gauges, and the service manager, every so many of those.
+constexpr int kTicksPerGauges = 10;
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(20);
 
 LogLevel LevelOf(const std::string& name) {
@@ -28,7 +30,7 @@ LogLevel LevelOf(const std::string& name) {
 // Publishes readiness until a signal comes, which is returned.
 int WatchUntilSignal(const Router& router, rpc::RpcServer& server, absl::Time start) {
   bool is_first = true;
-  while (true) {
+  for (int tick = 0;; ++tick) {
     const absl::Status readiness = router.Readiness();
     if (readiness.ok() != server.is_ready()) {
       server.SetReady(readiness.ok());
@@ -44,8 +46,10 @@ int WatchUntilSignal(const Router& router, rpc::RpcServer& server, absl::Time st
     // To the service manager a router is ready when workers can register: they may start after it.
     if (is_first) rpc::NotifyReady(absl::StrCat("serves at ", server.address()));
     is_first = false;
-    router.PublishGauges();
-    rpc::NotifyAlive();
+    if (tick % kTicksPerGauges == 0) {
+      router.PublishGauges();
+      rpc::NotifyAlive();
+    }
     if (const int signal = WaitForStopSignal(kReadinessInterval); signal != 0) return signal;
   }
 }

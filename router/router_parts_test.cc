@@ -19,6 +19,8 @@ using testing::HasSubstr;
 
 const std::function<bool()> kStays = [] { return false; };
 
+const auto kNoProblems = [] { return std::vector<v1::WorkerStatus>(); };
+
 absl::Time Later() { return RealClock().Now() + absl::Minutes(1); }
 
 void WaitUntil(const std::function<bool()>& holds) {
@@ -212,7 +214,8 @@ TEST(PlacerTest, WithoutWorkersSaysWhoIsMissing) {
   v1::WorkerStatus refused;
   refused.set_address("w:9");
   refused.set_problem("refused: index_topk");
-  const absl::Status status = placer.Place({}, {refused}, {}).status();
+  const absl::Status status =
+      placer.Place({}, [&] { return std::vector<v1::WorkerStatus>{refused}; }, {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(status.message(),
             "usable workers: 0 for prefill, 0 for decode; w:9: refused: index_topk");
@@ -225,8 +228,8 @@ TEST(PlacerTest, SpreadsWhatIsInFlightAndTakesItOffTheBooks) {
   PlaceWish wish;
   wish.num_prompt_tokens = 10;
   {
-    const auto first = placer.Place(links, {}, wish);
-    const auto second = placer.Place(links, {}, wish);
+    const auto first = placer.Place(links, kNoProblems, wish);
+    const auto second = placer.Place(links, kNoProblems, wish);
     ASSERT_TRUE(first.ok() && second.ok());
     EXPECT_NE(first->decode, second->decode);
     EXPECT_EQ(links[0]->load().prompt_tokens_in_flight, 20);
@@ -241,17 +244,17 @@ TEST(PlacerTest, AvoidsWhoFailedTakesNobodyThatIsFullAndNobodyThatIsTooSmall) {
                        LinkOf(v1::WORKER_ROLE_DECODE, 3)};
   PlaceWish wish;
   wish.failed = {2};
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(placer.Place(links, {}, wish)->decode, links[2]);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(placer.Place(links, kNoProblems, wish)->decode, links[2]);
   wish.failed = {2, 3};  // There is nobody else.
-  EXPECT_TRUE(placer.Place(links, {}, wish).ok());
+  EXPECT_TRUE(placer.Place(links, kNoProblems, wish).ok());
   wish.failed = {};
   wish.full = {3};
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(placer.Place(links, {}, wish)->decode, links[1]);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(placer.Place(links, kNoProblems, wish)->decode, links[1]);
   wish.full = {2, 3};
-  EXPECT_TRUE(absl::IsResourceExhausted(placer.Place(links, {}, wish).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(placer.Place(links, kNoProblems, wish).status()));
   wish.full = {};
   wish.num_prompt_tokens = 101;
-  EXPECT_TRUE(absl::IsUnavailable(placer.Place(links, {}, wish).status()));
+  EXPECT_TRUE(absl::IsUnavailable(placer.Place(links, kNoProblems, wish).status()));
 }
 
 v1::StepTokens StepOf(const std::string& transfer_id, uint64_t first_index, uint32_t token) {

@@ -227,6 +227,22 @@ TEST_F(RouterTest, AfterTheFirstTokenThereIsOneErrorAndNoRetry) {
   EXPECT_EQ(decode_->seen.size() + decode2_->seen.size(), 1);
 }
 
+TEST_F(RouterTest, APrefillForADecodeWorkerThatIsGoneDoesNotGoOn) {
+  AddPair();
+  prefill_->Set([](ScriptedWorker& w) { w.holds_prefill = true; });
+  Client client;
+  std::thread loss([&] {
+    EXPECT_TRUE(Eventually([&] { return prefill_->Count("prefill") == 1; }));
+    registrations_.erase(2);
+    decode_->Set([](ScriptedWorker& w) { w.ends_stream = true; });
+  });
+  const absl::Status status = Generate(client);
+  loss.join();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("token stream has ended"));
+  EXPECT_TRUE(view_.Find("p:1")->problem().empty());  // It is not to blame.
+}
+
 TEST_F(RouterTest, AClientThatLeavesInPrefillFreesBothWorkersInOrder) {
   AddPair();
   prefill_->Set([](ScriptedWorker& w) { w.holds_prefill = true; });

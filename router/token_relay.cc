@@ -63,6 +63,11 @@ bool TokenMailbox::has_overflowed() const {
   return has_overflowed_;
 }
 
+absl::Status TokenMailbox::failure() const {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
 void TokenRelay::Subscribe(const std::string& transfer_id, std::shared_ptr<TokenMailbox> mailbox) {
   MutexLock lock(mutex_);
   mailboxes_[transfer_id] = std::move(mailbox);

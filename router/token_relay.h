@@ -38,6 +38,9 @@ class TokenMailbox {
 
   bool has_overflowed() const;
 
+  // What Fail was given; OK until then.
+  absl::Status failure() const;
+
  private:
   const size_t max_behind_;
   const std::function<void()> on_overflow_;

@@ -80,9 +80,11 @@ std::string WorkerLink::problem() const {
   return problem;
 }
 
-bool WorkerLink::is_marked() const {
+bool WorkerLink::is_recovering() const {
+  std::string problem;
   MutexLock lock(mutex_);
-  return serial_ != 0 && !is_draining_ && !is_replaced_ && !failure_.empty();
+  return StateLocked(&problem) == LinkState::kSuspect && serial_ != 0 && !is_draining_ &&
+         !is_replaced_ && !is_silent();
 }
 
 v1::WorkerStatus WorkerLink::status() const {

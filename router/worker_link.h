@@ -58,8 +58,9 @@ class WorkerLink {
   LinkState state() const;
   // Why it gets no requests; empty when it is ready.
   std::string problem() const;
-  // Ready but for a call that failed: its next report may clear it.
-  bool is_marked() const;
+  // Not ready, but registered and not draining: its next report, or its token stream, may make it
+  // so within moments.
+  bool is_recovering() const;
   v1::WorkerStatus status() const;
   LinkLoad load() const;
 
