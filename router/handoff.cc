@@ -84,6 +84,10 @@ absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames
       return status;
     }
   }
+  // A deadline between workers, not the request's.
+  if (absl::IsDeadlineExceeded(status) && FaultScopeOf(status) == FaultScope::kPeer) {
+    status = WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
+  }
   blamed_.insert(callee.incarnation());
   if (absl::IsResourceExhausted(status)) return status;
   if (blames_both) blamed_.insert({placement_.prefill->incarnation(), decode.incarnation()});

@@ -172,6 +172,18 @@ TEST_F(RouterTest, LostDataIsTriedAgainEvenOnTheOnlyPair) {
   EXPECT_TRUE(Eventually([&] { return decode_->Count("cancel done") == 1; }));
 }
 
+TEST_F(RouterTest, ADeadlineBetweenWorkersIsNotTheRequests) {
+  AddPair();
+  prefill_->Set([](ScriptedWorker& w) {
+    w.prefill_answers = {
+        WithFaultScope(absl::DeadlineExceededError("2 pages not acknowledged"), FaultScope::kPeer)};
+  });
+  Client client;
+  const absl::Status status = Generate(client);
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("2 pages not acknowledged"));
+}
+
 TEST_F(RouterTest, GivesUpAfterSoManyAttemptsWithTheLastError) {
   AddPair();
   decode_->Set([](ScriptedWorker& w) { w.handoff_answers = {absl::AbortedError("lease")}; });
