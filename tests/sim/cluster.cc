@@ -34,6 +34,7 @@ Cluster::Cluster(const Scenario& scenario, const router::Acceptor* acceptor, Clo
       return;
     }
     landed[random_.Below(landed.size())] ^= std::byte{4};
+    watch_.NoteCorrupted(write);
     journal_->Note("a write is corrupted");
     journal_->Count("write corrupted");
   };

@@ -47,7 +47,14 @@ void PageWatch::NoteReserved(const v1::KvReservation& reservation) {
 
 void PageWatch::NoteRunning(const std::string& transfer_id) {
   MutexLock lock(mutex_);
-  is_running_[transfer_id] = true;
+  running_.insert(transfer_id);
+  if (corrupted_.count(transfer_id) == 0) return;
+  on_violation_(absl::StrCat("transfer ", Name(transfer_id), " runs on a corrupted page"));
+}
+
+void PageWatch::NoteCorrupted(const transfer::LoopbackWrite& write) {
+  MutexLock lock(mutex_);
+  corrupted_.insert(writers_[write.call_number]);
 }
 
 void PageWatch::WriteFor(const std::string& transfer_id) { current_transfer = transfer_id; }
@@ -66,7 +73,7 @@ void PageWatch::NoteLanded(const transfer::LoopbackWrite& write) {
   const std::string& writer = writers_[write.call_number];
   const std::string& owner = owners_[{write.target_incarnation, span.region, span.unit}];
   const bool is_free = PoolOf(*found->second, span.region).is_free(static_cast<int32_t>(span.unit));
-  if (!is_free && owner == writer && !is_running_[writer]) return;
+  if (!is_free && owner == writer && running_.count(writer) == 0) return;
   on_violation_(absl::StrCat("a write of transfer ", Name(writer), " landed in region ",
                              span.region, ", unit ", span.unit, " of ", write.target, ", which ",
                              is_free           ? "is free; it belonged last to "

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 
@@ -35,6 +36,9 @@ class PageWatch {
   // The transfer that the calling thread writes for, from now on.
   static void WriteFor(const std::string& transfer_id);
 
+  // A byte of the write that just landed was changed: its transfer must not run.
+  void NoteCorrupted(const transfer::LoopbackWrite& write);
+
   // From LoopbackNetwork::before_post and after_landing.
   void NotePosted(const transfer::LoopbackWrite& write);
   void NoteLanded(const transfer::LoopbackWrite& write);
@@ -52,7 +56,8 @@ class PageWatch {
   std::map<uint64_t, kv::CachePool*> pools_;  // By incarnation. Guarded by mutex_.
   std::map<Unit, std::string> owners_;        // Transfer ids. Guarded by mutex_.
   std::map<uint64_t, std::string> writers_;   // By number of the Write. Guarded by mutex_.
-  std::map<std::string, bool> is_running_;    // By transfer id. Guarded by mutex_.
+  std::set<std::string> running_;             // By transfer id. Guarded by mutex_.
+  std::set<std::string> corrupted_;           // Transfer ids. Guarded by mutex_.
   uint64_t num_landed_ = 0;                   // Guarded by mutex_.
 };
 

@@ -3,26 +3,14 @@
 
 #include <unistd.h>
 
-#include "services/base/check.h"
 #include "services/rpc/identity.h"
 #include "tests/sim/cluster.h"
 #include "tests/sim/scenario.h"
 #include "tests/sim/simulated_world.h"
+#include "tests/sim/tiny_acceptor.h"
 
 namespace isthmus::sim {
 namespace {
-
-// Loaded once: it is the same for all seeds and no part of what is played.
-const router::Acceptor& TinyAcceptor() {
-  static const std::unique_ptr<router::Acceptor> acceptor = [] {
-    router::RouterConfig config;
-    config.checkpoint = ISTHMUS_SOURCE_DIR "/tests/golden/tiny-recall";
-    auto created = router::Acceptor::Create(config);
-    ISTHMUS_CHECK(created.ok());
-    return *std::move(created);
-  }();
-  return *acceptor;
-}
 
 WorldOptions WorldOf(uint64_t seed, bool trace) {
   RandomSource random(seed * 0x94d049bb133111eb + 3);
