@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Transport over UCX's one-sided writes, written against the API of UCX 1.13.
 //
-// Every write that runs has a link (an endpoint) to itself; links that are idle are kept for the
-// next one. A link first says hello by active message and waits for the owner's incarnation. Then
-// it puts piece by piece, each flushed, which completes when the owner's memory holds it. The
-// owner's Poll makes progress for what arrives, since over tcp the owner's processor copies it. A
-// link that failed in any way is closed by force and never used again.
+// The owner listens at a socket address, and writers connect to it. Every write that runs has a
+// link (an endpoint) to itself; links that are idle are kept for the next one. A link first says
+// hello by active message and waits for the owner's incarnation. Then it puts piece by piece, each
+// flushed, which completes when the owner's memory holds it. The owner's Poll makes progress for
+// what arrives, since over tcp the owner's processor copies it. A link that failed in any way is
+// closed by force and never used again.
 #include <ucp/api/ucp.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvtransfer/transport.h"
 #include "kvtransfer/ucx_link.h"
+#include "kvtransfer/ucx_listener.h"
 #include "kvtransfer/ucx_log.h"
 #include "kvtransfer/ucx_progress.h"
 #include "kvtransfer/ucx_resources.h"
@@ -62,7 +64,7 @@ class UcxTransport : public Transport {
                                const ucp_am_recv_param_t*);
   static void OnAnswered(void* request, ucs_status_t, void* answer);
 
-  absl::Status Listen(unsigned id, ucp_am_recv_callback_t callback);
+  absl::Status Receive(unsigned id, ucp_am_recv_callback_t callback);
   void Answered(const Answer* answer);
 
   // All under the lock, which they let go while they wait.
@@ -89,6 +91,7 @@ class UcxTransport : public Transport {
   std::list<std::unique_ptr<UcxLink>> idle_;       // The one used last at the end.
   std::list<std::unique_ptr<UcxLink>> abandoned_;  // Closed, but UCX may still touch them.
   UcxProgress progress_;
+  UcxListener listener_{&progress_};
   UcxWorker worker_;
 };
 
@@ -129,11 +132,12 @@ absl::Status UcxTransport::Open() {
   }
   worker_.reset(worker);
   ISTHMUS_RETURN_IF_ERROR(progress_.Open(worker));
-  ISTHMUS_RETURN_IF_ERROR(Listen(kHelloId, OnHello));
-  return Listen(kAnswerId, OnAnswer);
+  ISTHMUS_RETURN_IF_ERROR(Receive(kHelloId, OnHello));
+  ISTHMUS_RETURN_IF_ERROR(Receive(kAnswerId, OnAnswer));
+  return listener_.Open(worker, options_.devices);
 }
 
-absl::Status UcxTransport::Listen(unsigned id, ucp_am_recv_callback_t callback) {
+absl::Status UcxTransport::Receive(unsigned id, ucp_am_recv_callback_t callback) {
   ucp_am_handler_param_t param = {};
   param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
                      UCP_AM_HANDLER_PARAM_FIELD_ARG;
@@ -147,6 +151,7 @@ absl::Status UcxTransport::Listen(unsigned id, ucp_am_recv_callback_t callback) 
 UcxTransport::~UcxTransport() {
   if (worker_ == nullptr) return;
   MutexLock lock = progress_.Lock();
+  listener_.Close(lock);
   while (!idle_.empty()) DiscardIdle(lock, idle_.begin());
   for (ucp_mem_h memory : memory_) ucp_mem_unmap(context_.get(), memory);
   // Their keys belong to the worker; they themselves stay until it is gone.
@@ -205,13 +210,7 @@ absl::StatusOr<v1::TransferEndpoint> UcxTransport::Publish(std::span<const Local
   endpoint.set_transport("ucx");
   endpoint.set_worker_incarnation(identity.worker_incarnation);
   endpoint.set_layout_fingerprint(identity.layout_fingerprint);
-  ucp_address_t* address = nullptr;
-  size_t address_bytes = 0;
-  ucs_status_t status = ucp_worker_get_address(worker_.get(), &address, &address_bytes);
-  if (status != UCS_OK) return UcxSetUpError("no address", status);
-  endpoint.set_address(address, address_bytes);
-  ucp_worker_release_address(worker_.get(), address);
-
+  endpoint.set_address(listener_.address());
   for (const LocalRegion& region : regions) {
     v1::RegionCard* card = endpoint.add_regions();
     card->set_region(static_cast<uint32_t>(endpoint.regions_size() - 1));
@@ -225,7 +224,7 @@ absl::StatusOr<v1::TransferEndpoint> UcxTransport::Publish(std::span<const Local
     params.address = region.base;
     params.length = region.unit_bytes * region.num_units;
     ucp_mem_h memory = nullptr;
-    status = ucp_mem_map(context_.get(), &params, &memory);
+    ucs_status_t status = ucp_mem_map(context_.get(), &params, &memory);
     if (status != UCS_OK) return UcxSetUpError("registering memory", status);
     memory_.push_back(memory);
     void* key = nullptr;
@@ -240,6 +239,7 @@ absl::StatusOr<v1::TransferEndpoint> UcxTransport::Publish(std::span<const Local
 
 absl::Status UcxTransport::Poll(absl::Duration timeout) {
   MutexLock lock = progress_.Lock();
+  listener_.CloseFailed(lock);
   progress_.WaitUntil(lock, RealClock().Now() + timeout, [] { return false; });
   return absl::OkStatus();
 }

@@ -11,6 +11,7 @@
 
 #include "absl/time/clock.h"
 #include "kvtransfer/testing/page_owner.h"
+#include "services/base/clock.h"
 
 extern char** environ;
 
@@ -68,7 +69,22 @@ pid_t StartWriter(const v1::TransferEndpoint& target) {
   return pid;
 }
 
-TEST(WriterDeathTest, ItsOwnerLivesAndServesTheNextWriter) {
+// Whether a fresh writer is served.
+::testing::AssertionResult Serves(const PageOwner& owner, uint32_t seed) {
+  auto writer = MakeUcxTransport({});
+  if (!writer.ok()) return ::testing::AssertionFailure() << writer.status();
+  const std::vector<std::byte> page = Pattern(testing::kPageBytes, seed);
+  const PageSpan span = {page, 0, 1, 3};
+  const absl::Status status =
+      (*writer)->Write(owner.endpoint, {&span, 1}, RealClock().Now() + absl::Seconds(20));
+  if (!status.ok()) return ::testing::AssertionFailure() << status;
+  if (std::equal(page.begin(), page.end(), owner.page(3).begin())) {
+    return ::testing::AssertionSuccess();
+  }
+  return ::testing::AssertionFailure() << "the page did not arrive";
+}
+
+TEST(WriterDeathTest, InTheMiddleOfAWriteItsOwnerLivesAndServesTheNextWriter) {
   auto made = MakeUcxTransport({});
   ASSERT_TRUE(made.ok()) << made.status();
   PageOwner owner(*std::move(made));
@@ -89,14 +105,25 @@ TEST(WriterDeathTest, ItsOwnerLivesAndServesTheNextWriter) {
     if (round % 2 == 0) owner.Start();
     absl::SleepFor(absl::Milliseconds(50));
   }
-  auto next = MakeUcxTransport({});
-  ASSERT_TRUE(next.ok());
-  const std::vector<std::byte> page = Pattern(testing::kPageBytes, 2);
-  const PageSpan span = {page, 0, 1, 3};
-  const absl::Status status =
-      (*next)->Write(owner.endpoint, {&span, 1}, absl::Now() + absl::Seconds(20));
-  EXPECT_TRUE(status.ok()) << status;
-  EXPECT_TRUE(std::equal(page.begin(), page.end(), owner.page(3).begin()));
+  EXPECT_TRUE(Serves(owner, 2));
+}
+
+TEST(WriterDeathTest, WhileItConnectsItsOwnerLivesAndServesTheNextWriter) {
+  auto made = MakeUcxTransport({});
+  ASSERT_TRUE(made.ok()) << made.status();
+  PageOwner owner(*std::move(made));
+  for (int round = 0; round < 20; ++round) {
+    const bool hangs = round % 2 == 0;
+    if (hangs) owner.Stop();
+    const pid_t writer = StartWriter(owner.endpoint);
+    ASSERT_GT(writer, 0);
+    absl::SleepFor(absl::Milliseconds(20 + 3 * round));
+    kill(writer, SIGKILL);
+    EXPECT_EQ(waitpid(writer, nullptr, 0), writer);
+    if (hangs) owner.Start();
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  EXPECT_TRUE(Serves(owner, 3));
 }
 
 }  // namespace
