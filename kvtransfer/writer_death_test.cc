@@ -18,33 +18,8 @@ extern char** environ;
 namespace isthmus::transfer {
 namespace {
 
-using testing::kPages;
 using testing::PageOwner;
 using testing::Pattern;
-
-constexpr char kWriterTest[] = "WriterProcess.DISABLED_WritesUntilItIsKilled";
-
-// This program once more, as a writer: the endpoint comes on stdin, and it writes until it dies.
-TEST(WriterProcess, DISABLED_WritesUntilItIsKilled) {
-  std::string text;
-  char piece[4096];
-  for (ssize_t n = 0; (n = read(STDIN_FILENO, piece, sizeof(piece))) > 0;) text.append(piece, n);
-  v1::TransferEndpoint target;
-  ASSERT_TRUE(target.ParseFromString(text));
-  auto writer = MakeUcxTransport({});
-  ASSERT_TRUE(writer.ok()) << writer.status();
-  const std::vector<std::byte> page = Pattern(testing::kPageBytes, 1);
-  std::vector<PageSpan> spans;
-  for (uint32_t i = 0; i < 20 * kPages; ++i) spans.push_back({page, 0, 1, i % uint32_t{kPages}});
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 3; ++i) {
-    threads.emplace_back([&] {
-      const absl::Time deadline = absl::Now() + absl::Seconds(30);
-      while ((*writer)->Write(target, spans, deadline).ok()) continue;
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
 
 // The process id of a writer to `target`.
 pid_t StartWriter(const v1::TransferEndpoint& target) {
@@ -54,11 +29,8 @@ pid_t StartWriter(const v1::TransferEndpoint& target) {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[0], STDIN_FILENO);
   posix_spawn_file_actions_addclose(&actions, ends[1]);
-  const std::string filter = std::string("--gtest_filter=") + kWriterTest;
-  std::string name = "/proc/self/exe";
-  std::string arguments[] = {name, "--gtest_also_run_disabled_tests", filter, "--gtest_brief=1"};
-  char* argv[] = {arguments[0].data(), arguments[1].data(), arguments[2].data(),
-                  arguments[3].data(), nullptr};
+  std::string name = ISTHMUS_WRITER_BINARY;
+  char* argv[] = {name.data(), nullptr};
   pid_t pid = -1;
   EXPECT_EQ(posix_spawn(&pid, name.c_str(), &actions, nullptr, argv, environ), 0);
   posix_spawn_file_actions_destroy(&actions);
