@@ -111,6 +111,20 @@ std::optional<int> ServerProgram::WaitForExit(absl::Duration patience) {
 
 std::string ServerProgram::Log() const { return ReadFile(log_path_); }
 
+ClientProgram::ClientProgram(const std::string& binary, const std::string& folder,
+                             const std::vector<std::string>& arguments) {
+  std::vector<std::string> command = {binary};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  pid_ = Spawn(command, STDOUT_FILENO, folder + "/client.out");
+}
+
+void ClientProgram::Kill() {
+  if (pid_ <= 0) return;
+  kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
+  pid_ = -1;
+}
+
 ProgramOutput RunProgram(const std::string& binary, const std::vector<std::string>& arguments) {
   const TemporaryFolder folder;
   const std::string out_path = folder.path() + "/stdout";

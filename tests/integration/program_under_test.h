@@ -39,6 +39,7 @@ class ServerProgram {
   std::string WaitForAddress(absl::Duration patience);
 
   void Signal(int signal);
+  pid_t pid() const { return pid_; }
 
   // The exit code, 128 + signal for a killed program; nothing when it still runs after `patience`.
   std::optional<int> WaitForExit(absl::Duration patience);
@@ -51,6 +52,23 @@ class ServerProgram {
   const std::string address_path_;
   pid_t pid_ = -1;
   std::optional<int> exit_code_;
+};
+
+// A client program in the background, for killing it. Killed, if need be, when the object dies.
+class ClientProgram {
+ public:
+  // stdout goes to <folder>/client.out.
+  ClientProgram(const std::string& binary, const std::string& folder,
+                const std::vector<std::string>& arguments);
+  ~ClientProgram() { Kill(); }
+  ClientProgram(const ClientProgram&) = delete;
+  ClientProgram& operator=(const ClientProgram&) = delete;
+
+  // SIGKILL, and waits until it is gone.
+  void Kill();
+
+ private:
+  pid_t pid_ = -1;
 };
 
 // Runs a program to its end, at most a minute. Exit code and what it wrote to stdout.
