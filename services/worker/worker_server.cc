@@ -103,10 +103,10 @@ absl::Status WorkerProcess::Start() {
           .load = [this] { return LoadOf(*worker_, *prefill_, *decode_); },
           .on_drain = [this](const std::string& reason) { drain_->Begin(reason); }},
       RealClock());
-  drain_->on_begin = [this](const std::string& reason) {
+  drain_->SetOnBegin([this](const std::string& reason) {
     server_->SetReady(false);
     registration_->SetDraining(reason);
-  };
+  });
   std::string metrics_address;
   if (!config_.metrics_listen.empty()) {
     ISTHMUS_ASSIGN_OR_RETURN(metrics_address, metrics_.Listen(config_.metrics_listen));
