@@ -15,6 +15,8 @@ namespace {
 
 // How long a client's leaving may go unnoticed while tokens are awaited.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
+// Between two messages to a client.
+constexpr absl::Duration kWriteInterval = absl::Milliseconds(4);
 
 }  // namespace
 
@@ -160,8 +162,9 @@ absl::Status Attempt::HandOver() {
 absl::StatusOr<v1::SequenceTokens> Attempt::NextTokens() {
   while (true) {
     ISTHMUS_ASSIGN_OR_RETURN(std::optional<v1::SequenceTokens> tokens,
-                             tokens_->TakeFor(kCancelPoll));
+                             tokens_->TakeFor(kCancelPoll, next_take_at_));
     if (tokens.has_value()) {
+      next_take_at_ = setting_.clock->Now() + kWriteInterval;
       if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) may_be_reserved_ = false;
       if (tokens->end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens->error());
       return *std::move(tokens);

@@ -54,9 +54,10 @@ class Attempt {
   uint64_t kv_bytes() const { return kv_bytes_; }
   uint64_t digests_verified() const { return digests_verified_; }
 
-  // The next tokens after the first, all that have come. An error ends the sequence; so does a
-  // message with `end` set. Cancelled, DeadlineExceeded: as for the request. ResourceExhausted: the
-  // client was too slow.
+  // The next tokens after the first, all that have come; not before a moment after the last call
+  // returned some, so that a quick worker does not cost a message for each token. An error ends the
+  // sequence; so does a message with `end` set. Cancelled, DeadlineExceeded: as for the request.
+  // ResourceExhausted: the client was too slow.
   absl::StatusOr<v1::SequenceTokens> NextTokens();
 
   // Whether the client's call was ended because it was too slow.
@@ -80,6 +81,7 @@ class Attempt {
   bool may_be_reserved_ = false;  // The decode worker may hold pages for us.
   bool may_write_ = false;        // The prefill worker may hold pages and write.
   v1::SequenceTokens first_token_;
+  absl::Time next_take_at_ = absl::InfinitePast();
   uint64_t kv_bytes_ = 0;
   uint64_t digests_verified_ = 0;
 };

@@ -53,6 +53,15 @@ Router::Router(const RouterConfig& config, const Acceptor* acceptor, ClusterView
       canceller_(
           metrics, [this] { admission_.Wake(); }, clock) {
   view_->OnChange([this] { admission_.Wake(); });
+  // Counters that exist from the start have rates from the start.
+  for (const char* outcome : {"acknowledged", "unacknowledged"}) {
+    metrics_->Add(kCancels, 0, {outcome});
+  }
+  for (const absl::StatusCode code :
+       {absl::StatusCode::kUnavailable, absl::StatusCode::kAborted, absl::StatusCode::kDataLoss}) {
+    metrics_->Add(kHandoffFailures, 0, {absl::StatusCodeToString(code)});
+    metrics_->Add(kRetries, 0, {absl::StatusCodeToString(code)});
+  }
 }
 
 Router::~Router() { view_->OnChange({}); }

@@ -318,6 +318,24 @@ TEST(TokenMailboxTest, ASlowReaderIsEndedOnceAndNobodyElseIs) {
   EXPECT_TRUE(quick->TakeFor(absl::ZeroDuration())->has_value());
 }
 
+TEST(TokenMailboxTest, APauseGathersTokensAndEndsWithTheSequence) {
+  const auto mailbox = MailboxOf(8);
+  mailbox->Push(StepOf("a", 1, 5).sequences(0));
+  const absl::Time start = RealClock().Now();
+  const auto first = mailbox->TakeFor(absl::Seconds(10), start + absl::Milliseconds(20));
+  EXPECT_GE(RealClock().Now() - start, absl::Milliseconds(20));
+  EXPECT_TRUE((*first).has_value());
+  std::thread sender([&] {
+    mailbox->Push(StepOf("a", 2, 6).sequences(0));
+    v1::StepTokens last = StepOf("a", 3, 7);
+    last.mutable_sequences(0)->set_end(v1::SEQUENCE_END_LENGTH);
+    mailbox->Push(last.sequences(0));
+  });
+  const auto rest = mailbox->TakeFor(absl::Seconds(10), RealClock().Now() + absl::Minutes(1));
+  sender.join();
+  EXPECT_THAT((*rest)->token_ids(), testing::ElementsAre(6, 7));
+}
+
 TEST(TokenMailboxTest, AMissingTokenIsAnError) {
   const auto mailbox = MailboxOf(8);
   mailbox->Push(StepOf("a", 1, 5).sequences(0));

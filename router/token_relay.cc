@@ -9,6 +9,7 @@ namespace isthmus::router {
 
 void TokenMailbox::Push(const v1::SequenceTokens& tokens) {
   bool overflows = false;
+  bool wakes = false;
   {
     MutexLock lock(mutex_);
     if (has_overflowed_ || !failure_.ok()) return;
@@ -28,8 +29,10 @@ void TokenMailbox::Push(const v1::SequenceTokens& tokens) {
       if (tokens.has_error()) *pending_.mutable_error() = tokens.error();
       ++num_messages_;
     }
+    wakes = !wants_end_alone_ || has_overflowed_ || !failure_.ok() ||
+            pending_.end() != v1::SEQUENCE_END_UNSPECIFIED;
   }
-  changed_.notify_one();
+  if (wakes) changed_.notify_one();
   if (overflows && on_overflow_) on_overflow_();
 }
 
@@ -41,9 +44,20 @@ void TokenMailbox::Fail(const absl::Status& status) {
   changed_.notify_one();
 }
 
-absl::StatusOr<std::optional<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Duration timeout) {
+absl::StatusOr<std::optional<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Duration timeout,
+                                                                        absl::Time not_before) {
   MutexLock lock(mutex_);
-  const auto has_news = [this] { return num_messages_ > 0 || has_overflowed_ || !failure_.ok(); };
+  const auto has_ended = [this] {
+    return has_overflowed_ || !failure_.ok() ||
+           (num_messages_ > 0 && pending_.end() != v1::SEQUENCE_END_UNSPECIFIED);
+  };
+  const absl::Duration pause = not_before - clock_.Now();
+  if (pause > absl::ZeroDuration() && !has_ended()) {
+    wants_end_alone_ = true;
+    clock_.WaitFor(changed_, lock, pause, has_ended);
+    wants_end_alone_ = false;
+  }
+  const auto has_news = [&] { return num_messages_ > 0 || has_ended(); };
   if (!has_news()) clock_.WaitFor(changed_, lock, timeout, has_news);
   if (has_overflowed_) {
     return absl::ResourceExhaustedError(

@@ -32,9 +32,11 @@ class TokenMailbox {
   // The stream is gone; what came before can still be taken.
   void Fail(const absl::Status& status);
 
-  // What has come since the last call, or nothing within `timeout`. ResourceExhausted: it
-  // overflowed. Internal: a token is missing or doubled. Otherwise what Fail was given.
-  absl::StatusOr<std::optional<v1::SequenceTokens>> TakeFor(absl::Duration timeout);
+  // What has come since the last call, or nothing within `timeout`. Before `not_before` only the
+  // end of the sequence is worth waking up for. ResourceExhausted: it overflowed. Internal: a token
+  // is missing or doubled. Otherwise what Fail was given.
+  absl::StatusOr<std::optional<v1::SequenceTokens>> TakeFor(
+      absl::Duration timeout, absl::Time not_before = absl::InfinitePast());
 
   bool has_overflowed() const;
 
@@ -47,10 +49,11 @@ class TokenMailbox {
   Clock& clock_;
   mutable Mutex mutex_;
   CondVar changed_;
-  v1::SequenceTokens pending_;   // Guarded by mutex_.
-  size_t num_messages_ = 0;      // In `pending_`. Guarded by mutex_.
-  bool has_overflowed_ = false;  // Guarded by mutex_.
-  absl::Status failure_;         // Guarded by mutex_.
+  v1::SequenceTokens pending_;    // Guarded by mutex_.
+  size_t num_messages_ = 0;       // In `pending_`. Guarded by mutex_.
+  bool wants_end_alone_ = false;  // The reader does. Guarded by mutex_.
+  bool has_overflowed_ = false;   // Guarded by mutex_.
+  absl::Status failure_;          // Guarded by mutex_.
 };
 
 class TokenRelay {

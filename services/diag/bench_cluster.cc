@@ -135,16 +135,17 @@ absl::StatusOr<nlohmann::ordered_json> RunClusterBench(const ClusterBenchFlags& 
   std::vector<double> speeds;
   int64_t tokens = 0;
   double decode_seconds = 0.0;
+  int64_t decoded = 0;
   for (const Sample& sample : samples) {
     ttft.push_back(sample.ttft_ms);
     tokens += sample.output_tokens;
+    // A reply that the model ended early says little about decoding.
+    if (2 * (sample.output_tokens - 1) < flags.decode || sample.decode_seconds <= 0) continue;
+    decoded += sample.output_tokens - 1;
     decode_seconds += sample.decode_seconds;
-    if (sample.output_tokens > 1 && sample.decode_seconds > 0) {
-      speeds.push_back(static_cast<double>(sample.output_tokens - 1) / sample.decode_seconds);
-    }
+    speeds.push_back(static_cast<double>(sample.output_tokens - 1) / sample.decode_seconds);
   }
-  const auto decoded = static_cast<double>(tokens - flags.requests);
-  const double mean = decode_seconds > 0 ? decoded / decode_seconds : 0.0;
+  const double mean = decode_seconds > 0 ? static_cast<double>(decoded) / decode_seconds : 0.0;
   nlohmann::ordered_json record = {{"context", flags.context},
                                    {"decode", flags.decode},
                                    {"requests", flags.requests},
@@ -152,6 +153,7 @@ absl::StatusOr<nlohmann::ordered_json> RunClusterBench(const ClusterBenchFlags& 
                                    {"output_tokens", tokens},
                                    {"ttft_ms_p50", Quantile(ttft, 0.5)},
                                    {"ttft_ms_p99", Quantile(ttft, 0.99)},
+                                   {"decoded_requests", speeds.size()},
                                    {"decode_tokens_per_s_median", Quantile(speeds, 0.5)},
                                    {"decode_tokens_per_s_mean", mean},
                                    {"output_tokens_per_s", static_cast<double>(tokens) / seconds}};

@@ -25,7 +25,7 @@ struct ClusterBenchFlags {
 
 // Runs the requests. The record has, in milliseconds, the time to the first token and the
 // hand-over (p50, p99), and tokens per second: decoded by one request (median, and the mean over
-// all tokens), and put out by all together.
+// all tokens; of the requests that had at least half of `decode` tokens), and put out by all.
 absl::StatusOr<nlohmann::ordered_json> RunClusterBench(const ClusterBenchFlags& flags);
 
 }  // namespace isthmus::diag
