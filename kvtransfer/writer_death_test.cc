@@ -61,17 +61,20 @@ TEST(WriterDeathTest, InTheMiddleOfAWriteItsOwnerLivesAndServesTheNextWriter) {
   ASSERT_TRUE(made.ok()) << made.status();
   PageOwner owner(*std::move(made));
   for (int round = 0; round < 8; ++round) {
+    owner.Stop();
+    owner.Forget();
     const pid_t writer = StartWriter(owner.endpoint);
     ASSERT_GT(writer, 0);
-    owner.Forget();
-    const absl::Time patience = absl::Now() + absl::Seconds(20);
-    while (!owner.has_changed() && absl::Now() < patience) absl::SleepFor(absl::Milliseconds(5));
+    const absl::Time patience = RealClock().Now() + absl::Seconds(20);
+    while (!owner.has_changed() && RealClock().Now() < patience) {
+      owner.Start();
+      absl::SleepFor(absl::Milliseconds(10));
+      owner.Stop();
+    }
     EXPECT_TRUE(owner.has_changed());
     // Half of the time with much under way, half of the time with what there is.
-    if (round % 2 == 0) {
-      owner.Stop();
-      absl::SleepFor(absl::Milliseconds(50));
-    }
+    if (round % 2 == 1) owner.Start();
+    absl::SleepFor(absl::Milliseconds(30));
     kill(writer, SIGKILL);
     EXPECT_EQ(waitpid(writer, nullptr, 0), writer);
     if (round % 2 == 0) owner.Start();

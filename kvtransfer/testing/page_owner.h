@@ -61,12 +61,9 @@ class PageOwner {
   std::span<const std::byte> page(uint64_t index) const {
     return std::span(memory_).subspan(index * kPageBytes, kPageBytes);
   }
-  // Whether anything has been written to the first byte's page since Forget. A glance at memory
-  // that others write into.
-  void Forget() { *static_cast<volatile std::byte*>(memory_.data()) = std::byte{0}; }
-  bool has_changed() const {
-    return *static_cast<const volatile std::byte*>(memory_.data()) != std::byte{0};
-  }
+  // Whether anything has been written to the first page since Forget. Only while nobody polls.
+  void Forget() { memory_[0] = std::byte{0}; }
+  bool has_changed() const { return memory_[0] != std::byte{0}; }
   Transport& transport() { return *transport_; }
   std::byte* bytes() { return memory_.data(); }
   v1::KvReservation Reserve(uint32_t num_pages = kPages) const {

@@ -8,6 +8,7 @@
 #include <sys/uio.h>
 
 #include "absl/time/clock.h"
+#include "kernels/core/kv_layout.h"
 #include "tests/integration/held_request.h"
 
 namespace isthmus::testing {
@@ -70,7 +71,7 @@ TEST_F(CorruptionTest, IsAClearLossForTheClientWhenNothingIsTriedAgain) {
 }
 
 TEST_F(CorruptionTest, OfTheStateSlotIsFoundToo) {
-  Run(1, 2);
+  Run(1, kernels::kNumPagedKinds);
   EXPECT_EQ(status_.code(), absl::StatusCode::kDataLoss) << status_;
   EXPECT_TRUE(cluster_->WaitUntilFree(kFreePatience));
   EXPECT_TRUE(Serves(*cluster_));

@@ -3,10 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cmath>
+#include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -124,6 +127,40 @@ TEST(StartTest, StartsWithinTwoSecondsAndStopsOnSigterm) {
     EXPECT_EQ(program.WaitForExit(absl::Seconds(10)), 0) << program.Log();
     EXPECT_THAT(program.Log(), HasSubstr("\"msg\":\"stopped\""));
   }
+}
+
+// User and system time of a process so far.
+absl::Duration ProcessorTime(const ServerProgram& program) {
+  std::ifstream file(absl::StrCat("/proc/", program.pid(), "/stat"));
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  // After the name, which ends with the last ')': state, then fields 4 on; 14 and 15 are ours.
+  std::istringstream fields(text.substr(text.rfind(')') + 1));
+  std::string skipped;
+  for (int field = 3; field < 14; ++field) fields >> skipped;
+  int64_t user = 0;
+  int64_t system = 0;
+  fields >> user >> system;
+  return absl::Seconds(1) * static_cast<double>(user + system) /
+         static_cast<double>(sysconf(_SC_CLK_TCK));
+}
+
+TEST(StartTest, AnIdleClusterTakesLessThanATwentiethOfACore) {
+  Cluster idle{ClusterOptions()};
+  ASSERT_TRUE(idle.WaitUntilReady());
+  const auto spent = [&idle] {
+    absl::Duration sum;
+    for (const Role role : {Role::kRouter, Role::kPrefill, Role::kDecode}) {
+      sum += ProcessorTime(idle.member(role).program());
+    }
+    return sum;
+  };
+  const absl::Duration before = spent();
+  const absl::Time start = absl::Now();
+  absl::SleepFor(absl::Seconds(3));
+  const double share = absl::FDivDuration(spent() - before, absl::Now() - start);
+  EXPECT_GT(absl::ToDoubleSeconds(before), 0);
+  EXPECT_LT(share, 0.05);
+  RecordProperty("per_mille_of_a_core", static_cast<int>(share * 1000));
 }
 
 TEST(ProgramsTest, EveryProgramHasVersionHelpAndConfig) {

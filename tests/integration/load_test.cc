@@ -36,7 +36,7 @@ void RunClient(Cluster& cluster, int client, const std::atomic<bool>& is_calm, T
   for (int round = 0; rounds_left > 0 && round < 200; ++round) {
     if (is_calm) --rounds_left;
     const auto length = static_cast<size_t>(20 + (client * 97 + round * 53) % 400);
-    v1::GenerateRequest asked = RequestOf(length, 20);
+    v1::GenerateRequest asked = RequestOf(length, 80);
     RunningRequest request(cluster.router().address(), asked);
     const absl::Status status = request.Wait();
     const std::vector<uint32_t> tokens = request.tokens();
