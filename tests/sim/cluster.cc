@@ -210,7 +210,7 @@ void Cluster::Settle() {
         [this] { return OpenEnds(); });
   for (int i = 0; i < scenario_.num_routers; ++i) {
     ClientPlan plan;
-    for (int32_t token = 2; token < 40; ++token) plan.prompt.push_back(token + 100 * i);
+    for (int32_t token = 2; token < 16; ++token) plan.prompt.push_back(token + 100 * i);
     plan.max_output_tokens = 5;
     Excuses none;
     none.patience = absl::Seconds(5);

@@ -52,7 +52,7 @@ void DrawSizes(RandomSource& random, Scenario& scenario) {
   router.load_interval = random.Between(absl::Milliseconds(50), absl::Milliseconds(200));
   router.heartbeat_interval = absl::Milliseconds(500);
   router.lease = absl::Seconds(3);
-  router.request_timeout = absl::Seconds(60);
+  router.request_timeout = Scenario::kRequestTimeout;
 }
 
 void DrawWeather(RandomSource& random, Weather& weather) {
@@ -118,6 +118,20 @@ Misfortune DrawMisfortune(RandomSource& random, const Scenario& scenario) {
   return misfortune;
 }
 
+// A prefill and a decode worker are drained and restarted while others of their role go on: no
+// client may notice.
+void DrawMaintenance(RandomSource& random, Scenario& scenario) {
+  scenario.is_planned = true;
+  scenario.num_prefill = std::max(scenario.num_prefill, 2);
+  scenario.num_decode = std::max(scenario.num_decode, 2);
+  for (const int worker : {0, scenario.num_prefill}) {
+    Misfortune drain = DrawMisfortune(random, scenario);
+    drain.kind = MisfortuneKind::kDrain;
+    drain.worker = worker;
+    scenario.misfortunes.push_back(drain);
+  }
+}
+
 }  // namespace
 
 absl::string_view MisfortuneName(MisfortuneKind kind) {
@@ -156,13 +170,24 @@ Scenario DrawScenario(uint64_t seed) {
     scenario.clients.push_back(DrawClient(random, scenario));
     if (is_burst) scenario.clients.back().arrives_at = absl::Milliseconds(500);
   }
-  scenario.faults_end = absl::Seconds(8);
   if (seed % 5 == 0) return scenario;  // Every fifth seed is load alone.
+  if (seed % 5 == 1) {
+    DrawMaintenance(random, scenario);
+    return scenario;
+  }
   DrawStorm(random, scenario.weather);
   // So short that it may end before a prompt is computed.
   if (random.Chance(0.3)) {
     scenario.worker.reservation_lease =
         random.Between(absl::Milliseconds(150), absl::Milliseconds(500));
+  }
+  // So slow that a prompt may outlast lease and quarantine together.
+  if (random.Chance(0.1)) {
+    scenario.script.step_time = random.Between(absl::Milliseconds(100), absl::Milliseconds(400));
+    scenario.worker.chunk_tokens = 16;
+    scenario.worker.reservation_lease =
+        std::max(scenario.worker.reservation_lease, 3 * scenario.script.step_time);
+    scenario.clients.resize(std::min<size_t>(scenario.clients.size(), 8));
   }
   const int64_t num_misfortunes = random.Between(0, 8);
   for (int64_t i = 0; i < num_misfortunes; ++i) {

@@ -84,13 +84,15 @@ struct Scenario {
   Weather weather;
   std::vector<ClientPlan> clients;
   std::vector<Misfortune> misfortunes;
-  // After this clients come no more and the weather is fair.
-  absl::Duration faults_end;
+  // All misfortunes are maintenance that nobody may notice.
+  bool is_planned = false;
 
   // Whether every patient client is owed its reply.
   bool is_fair() const {
     return misfortunes.empty() && weather.is_fair() && worker.reservation_lease >= absl::Seconds(1);
   }
+
+  static constexpr absl::Duration kRequestTimeout = absl::Seconds(60);
 
   // What the quarantine is built on: a message is at most so old when it arrives (its latency and
   // the longest silence that a connection survives), and a page write lands at most so long after
