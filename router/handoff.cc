@@ -15,8 +15,9 @@ namespace {
 
 // How long a client's leaving may go unnoticed while tokens are awaited.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
-// Between two messages to a client.
-constexpr absl::Duration kWriteInterval = absl::Milliseconds(4);
+// Between two messages to a client on average, a few at once apart.
+constexpr absl::Duration kWriteInterval = absl::Milliseconds(8);
+constexpr absl::Duration kWriteBurst = absl::Milliseconds(24);
 
 }  // namespace
 
@@ -164,7 +165,7 @@ absl::StatusOr<v1::SequenceTokens> Attempt::NextTokens() {
     ISTHMUS_ASSIGN_OR_RETURN(std::optional<v1::SequenceTokens> tokens,
                              tokens_->TakeFor(kCancelPoll, next_take_at_));
     if (tokens.has_value()) {
-      next_take_at_ = setting_.clock->Now() + kWriteInterval;
+      next_take_at_ = std::max(next_take_at_, setting_.clock->Now() - kWriteBurst) + kWriteInterval;
       if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) may_be_reserved_ = false;
       if (tokens->end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens->error());
       return *std::move(tokens);

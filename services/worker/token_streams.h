@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "proto/worker.pb.h"
@@ -15,7 +16,46 @@
 
 namespace isthmus::worker {
 
-using TokenQueue = BoundedQueue<v1::SequenceTokens>;
+// A queue whose reader may sleep while tokens gather, since only the end of a sequence is urgent.
+class TokenQueue : public BoundedQueue<v1::SequenceTokens> {
+ public:
+  TokenQueue(size_t capacity, Clock& clock) : BoundedQueue(capacity, clock), clock_(clock) {}
+
+  bool TryPush(v1::SequenceTokens&& tokens) {
+    const bool is_end = tokens.end() != v1::SEQUENCE_END_UNSPECIFIED;
+    if (!BoundedQueue::TryPush(std::move(tokens))) return false;
+    if (is_end) NoteUrgent();
+    return true;
+  }
+  void Close() {
+    BoundedQueue::Close();
+    NoteUrgent();
+  }
+
+  // Ends of sequences, or of the queue, so far.
+  uint64_t num_ends() const {
+    MutexLock lock(mutex_);
+    return num_ends_;
+  }
+
+  // Waits until there is another one than those `seen`, for at most `timeout`.
+  void WaitForEnd(uint64_t seen, absl::Duration timeout) {
+    MutexLock lock(mutex_);
+    clock_.WaitFor(urgent_, lock, timeout, [&] { return num_ends_ != seen; });
+  }
+
+ private:
+  void NoteUrgent() {
+    MutexLock lock(mutex_);
+    ++num_ends_;
+    urgent_.notify_all();
+  }
+
+  Clock& clock_;
+  mutable Mutex mutex_;
+  CondVar urgent_;
+  uint64_t num_ends_ = 0;  // Guarded by mutex_.
+};
 
 class TokenStreams {
  public:
