@@ -14,6 +14,7 @@ constexpr int kNumThreads = 4;
 // A prefill worker answers after the step that it is in and the write that it waits for.
 constexpr absl::Duration kPatience = absl::Seconds(15);
 constexpr absl::Duration kLastPatience = absl::Seconds(1);
+constexpr absl::Duration kStopPatience = absl::Seconds(2);
 // An idle thread looks this seldom; work wakes it at once.
 constexpr absl::Duration kIdleWait = absl::Minutes(1);
 
@@ -28,6 +29,7 @@ Canceller::Canceller(rpc::MetricsExporter* metrics, std::function<void()> on_don
 Canceller::~Canceller() { Stop(); }
 
 void Canceller::Stop() {
+  stops_at_ = absl::ToUnixNanos(clock_.Now() + kStopPatience);
   stops_ = true;
   jobs_.Close();
   threads_.clear();
@@ -49,24 +51,28 @@ void Canceller::Run() {
   }
 }
 
-void Canceller::Cancel(const CancelJob& job) {
+absl::Status Canceller::Ask(const CancelJob& job) {
   v1::CancelCall call;
   call.set_transfer_id(job.transfer_id);
   call.set_request_id(job.request_id);
   call.set_reason(job.reason);
-  const auto ask = [this](const WorkerLink& link) {
+  const auto options = [this](const WorkerLink& link) {
     return rpc::CallOptions{stops_ ? kLastPatience : kPatience,
                             [&link] { return !link.Standing().ok(); }};
   };
   absl::Status status;
   if (job.prefill != nullptr) {
-    status = job.prefill->client().CancelPrefill(call, ask(*job.prefill)).status();
+    status = job.prefill->client().CancelPrefill(call, options(*job.prefill)).status();
   }
   call.set_writer_is_done(status.ok());
-  if (job.decode != nullptr) {
-    const absl::Status freed = job.decode->client().CancelDecode(call, ask(*job.decode)).status();
-    if (!freed.ok()) status = freed;
-  }
+  if (job.decode == nullptr) return status;
+  const absl::Status freed = job.decode->client().CancelDecode(call, options(*job.decode)).status();
+  return freed.ok() ? status : freed;
+}
+
+void Canceller::Cancel(const CancelJob& job) {
+  const bool is_late = stops_ && absl::ToUnixNanos(clock_.Now()) > stops_at_;
+  const absl::Status status = is_late ? absl::UnavailableError("the router stops") : Ask(job);
   metrics_->Add(kCancels, 1, {status.ok() ? "acknowledged" : "unacknowledged"});
   if (!status.ok()) {
     // The end of our token stream, the lease or the quarantine frees the pages then.

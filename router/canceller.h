@@ -4,6 +4,7 @@
 // whose pages may then be used again at once. Both acknowledge.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -41,12 +42,14 @@ class Canceller {
   // Jobs that are not done yet.
   int64_t num_pending() const { return num_pending_; }
 
-  // Ends the threads; what still waits is asked for with little patience.
+  // Ends the threads. What still waits is asked for with little patience, and for two seconds in
+  // all; the rest is left to leases and to the end of the token streams.
   void Stop();
 
  private:
   void Run();
   void Cancel(const CancelJob& job);
+  absl::Status Ask(const CancelJob& job);
 
   rpc::MetricsExporter* const metrics_;
   const std::function<void()> on_done_;
@@ -54,6 +57,7 @@ class Canceller {
   BoundedQueue<CancelJob> jobs_;
   std::atomic<int64_t> num_pending_ = 0;
   std::atomic<bool> stops_ = false;
+  std::atomic<int64_t> stops_at_ = 0;  // When to leave the rest, in nanoseconds since the epoch.
   std::vector<Thread> threads_;
 };
 

@@ -252,6 +252,9 @@ int Main(int argc, const char* const* argv) {
   Flags flags;
   CLI::App app("Talks to an isthmus router.", "isthmusctl");
   AddVersionOption(app, "isthmusctl");
+  app.footer(
+      "Exit codes: 0 done; 2 bad input (options, files, what the router calls invalid or does not\n"
+      "know); 1 anything else. Answers go to stdout, figures and errors to stderr.");
   app.require_subcommand(1);
   app.fallthrough();
   app.add_option("--server", flags.server, "host:port of the router")->capture_default_str();
