@@ -112,9 +112,8 @@ void ClusterView::ForgetLocked() {
     if (link->is_registered()) return false;
     const bool is_read = std::any_of(readers_.begin(), readers_.end(),
                                      [&](const TokenReader& r) { return r.link == link; });
-    if (is_read || (link->lost_at() > now - kRemembrance && num_lost <= kMaxRemembered)) {
-      return false;
-    }
+    const bool is_recent = !link->has_left() && link->lost_at() > now - kRemembrance;
+    if (is_read || (is_recent && num_lost <= kMaxRemembered)) return false;
     --num_lost;
     return true;
   });
@@ -211,8 +210,9 @@ void ClusterView::NoteRefusal(const v1::WorkerCard& card, const absl::Status& st
 ClusterView::Registration::~Registration() {
   link_->SetLost(serial_, "its registration stream has ended");
   if (!link_->is_replaced() && !link_->is_registered()) {
-    LogWarning("a worker's registration has ended",
-               {{"address", link_->address()}, {"role", RoleName(link_->role())}});
+    Log(link_->has_left() ? LogLevel::kInfo : LogLevel::kWarning,
+        link_->has_left() ? "a drained worker has left" : "a worker's registration has ended",
+        {{"address", link_->address()}, {"role", RoleName(link_->role())}});
   }
   view_->Changed();
 }
@@ -240,7 +240,8 @@ std::vector<v1::WorkerStatus> ClusterView::Statuses() const {
   const absl::Time now = clock_.Now();
   MutexLock lock(mutex_);
   for (const std::shared_ptr<WorkerLink>& link : links_) {
-    if (link->lost_at() > now - kRemembrance) statuses.push_back(link->status());
+    if (link->has_left() || link->lost_at() <= now - kRemembrance) continue;
+    statuses.push_back(link->status());
   }
   for (const Refusal& refusal : refusals_) {
     if (refusal.at > now - kRemembrance) statuses.push_back(refusal.status);

@@ -65,7 +65,7 @@ class ClusterView {
   // This run of the router, as the workers know it.
   uint64_t incarnation() const { return incarnation_; }
 
-  // Registered workers and those that were lost lately.
+  // Registered workers and those that were lost lately, without having drained.
   Links links() const;
 
   // The same, and workers that were refused lately.

@@ -136,12 +136,14 @@ TEST(ClusterViewTest, ASilentStreamIsSuspectUntilItSpeaksAgain) {
   EXPECT_EQ(fixture.ProblemOf("p:1"), "");
 }
 
-TEST(ClusterViewTest, ADrainingWorkerSaysWhy) {
+TEST(ClusterViewTest, ADrainingWorkerSaysWhyUntilItHasLeft) {
   Fixture fixture;
-  const auto registration = fixture.Register(*fixture.prefill);
+  auto registration = fixture.Register(*fixture.prefill);
   EXPECT_TRUE(registration->SetDraining("upgrade"));
   EXPECT_EQ(fixture.ProblemOf("p:1"), "draining: upgrade");
   EXPECT_EQ(fixture.view.links()[0]->state(), LinkState::kDraining);
+  registration.reset();
+  EXPECT_EQ(fixture.ProblemOf("p:1"), "unknown");  // It has left, as it should.
 }
 
 TEST(ClusterViewTest, ALostTokenStreamFailsItsSequencesAndComesBack) {

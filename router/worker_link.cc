@@ -126,6 +126,11 @@ bool WorkerLink::is_registered() const {
   return serial_ != 0;
 }
 
+bool WorkerLink::has_left() const {
+  MutexLock lock(mutex_);
+  return serial_ == 0 && is_draining_;
+}
+
 void WorkerLink::SetRegistered(uint64_t serial) {
   heard_at_ = absl::ToUnixNanos(clock_.Now());
   MutexLock lock(mutex_);

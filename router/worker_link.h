@@ -79,6 +79,8 @@ class WorkerLink {
   bool SetDraining(uint64_t serial, const std::string& reason);
   void SetLost(uint64_t serial, const std::string& reason);
   bool is_registered() const;
+  // It drained and then ended its stream, as it should: nothing to remember.
+  bool has_left() const;
 
   // Another run has its address.
   void SetReplaced();
