@@ -56,7 +56,7 @@ struct UcxOptions {
   // (decisions/0001-ucx-tcp-by-default.md).
   std::string lanes = "tcp";
 
-  // Network devices, as in UCX_NET_DEVICES. The transport listens on them.
+  // Network devices, as in UCX_NET_DEVICES. Who publishes regions listens on the first of them.
   std::string devices = "lo";
 
   // Patience for the first contact with a peer.

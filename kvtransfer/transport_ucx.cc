@@ -133,8 +133,7 @@ absl::Status UcxTransport::Open() {
   worker_.reset(worker);
   ISTHMUS_RETURN_IF_ERROR(progress_.Open(worker));
   ISTHMUS_RETURN_IF_ERROR(Receive(kHelloId, OnHello));
-  ISTHMUS_RETURN_IF_ERROR(Receive(kAnswerId, OnAnswer));
-  return listener_.Open(worker, options_.devices);
+  return Receive(kAnswerId, OnAnswer);
 }
 
 absl::Status UcxTransport::Receive(unsigned id, ucp_am_recv_callback_t callback) {
@@ -204,6 +203,10 @@ ucs_status_t UcxTransport::OnAnswer(void* self, const void* header, size_t heade
 absl::StatusOr<v1::TransferEndpoint> UcxTransport::Publish(std::span<const LocalRegion> regions,
                                                            const Identity& identity) {
   const MutexLock lock = progress_.Lock();
+  // Only an owner listens: garbage on this port makes UCX 1.13 end the process.
+  if (listener_.address().empty()) {
+    ISTHMUS_RETURN_IF_ERROR(listener_.Open(worker_.get(), options_.devices));
+  }
   incarnation_ = identity.worker_incarnation;
   ++generation_;
   v1::TransferEndpoint endpoint;
