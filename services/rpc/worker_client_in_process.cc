@@ -32,6 +32,7 @@ struct InProcessNetwork::Server {
   std::string address;
   WorkerMethods methods;
   bool is_up = true;          // Guarded by the network's lock, as everything below.
+  int num_running = 0;        // Calls.
   std::list<Thread> threads;  // Of calls; those that have ended go when the next one comes.
 };
 
@@ -63,15 +64,19 @@ std::unique_ptr<InProcessServer> InProcessNetwork::Serve(const std::string& addr
   return std::make_unique<InProcessServer>(this, std::move(server));
 }
 
-void InProcessServer::Stop() {
+void InProcessServer::Stop(absl::Duration grace) {
   std::list<Thread> threads;
   {
     MutexLock lock(network_->mutex_);
-    server_->is_up = false;
     const auto found = network_->servers_.find(server_->address);
     if (found != network_->servers_.end() && found->second == server_) {
       network_->servers_.erase(found);
     }
+    if (grace > absl::ZeroDuration()) {
+      network_->clock_.WaitFor(network_->changed_, lock, grace,
+                               [this] { return server_->num_running == 0; });
+    }
+    server_->is_up = false;
     threads.swap(server_->threads);
   }
   network_->changed_.notify_all();
@@ -187,19 +192,30 @@ void InProcessNetwork::Run(const std::shared_ptr<Call>& call, std::function<void
     if (!thread->is_running()) ended.splice(ended.end(), threads, thread);
   }
   if (call->server->is_up) {
+    ++call->server->num_running;
     threads.emplace_back(clock_, [this, call, passage, serve = std::move(serve)] {
-      if (!Carry(*call, passage)) return End(*call, Unreachable(call->ends.second));
+      RunHere(*call, passage, serve);
       {
-        MutexLock arrived(mutex_);
-        call->deadline = clock_.Now() + call->timeout;
+        MutexLock ended_lock(mutex_);
+        --call->server->num_running;
       }
-      serve(/*is_first=*/true);
-      if (passage.again_after <= absl::ZeroDuration()) return;
-      Passage again;
-      again.latency = passage.again_after;
-      if (Carry(*call, again)) serve(/*is_first=*/false);
+      changed_.notify_all();
     });
   }
+}
+
+void InProcessNetwork::RunHere(Call& call, const Passage& passage,
+                               const std::function<void(bool)>& serve) {
+  if (!Carry(call, passage)) return End(call, Unreachable(call.ends.second));
+  {
+    MutexLock lock(mutex_);
+    call.deadline = clock_.Now() + call.timeout;
+  }
+  serve(/*is_first=*/true);
+  if (passage.again_after <= absl::ZeroDuration()) return;
+  Passage again;
+  again.latency = passage.again_after;
+  if (Carry(call, again)) serve(/*is_first=*/false);
 }
 
 // Waits for the end of a call: OK when the server answered it.

@@ -132,6 +132,7 @@ class InProcessNetwork {
   void Leave(Call& call);
   absl::Status Await(Call& call, const CallOptions& options);
   void Run(const std::shared_ptr<Call>& call, std::function<void(bool is_first)> serve);
+  void RunHere(Call& call, const Passage& passage, const std::function<void(bool)>& serve);
 
   const Options options_;
   Clock& clock_;
@@ -150,9 +151,9 @@ class InProcessServer {
   InProcessServer(const InProcessServer&) = delete;
   InProcessServer& operator=(const InProcessServer&) = delete;
 
-  // Breaks all connections at once, cancels what still runs here and waits for its end. Callers
-  // learn of it at once.
-  void Stop();
+  // Takes no more calls and lets those that run end within `grace`; then breaks all connections,
+  // cancels what still runs here and waits for its end. Callers learn of it at once.
+  void Stop(absl::Duration grace = absl::ZeroDuration());
 
  private:
   InProcessNetwork* const network_;

@@ -106,7 +106,9 @@ absl::Status RunClient(const std::string& name, const ClientPlan& plan, const Sc
   // The router keeps 2 % of a call's time, and at least 1 ms, for the way back.
   const absl::Duration allowed = std::min(plan.deadline, scenario.router.request_timeout);
   const bool is_late = end - start + absl::Milliseconds(2) >= 0.97 * allowed;
-  if (!IsExcused(status, excuses, end >= leaves_at, is_late, router.is_down())) {
+  // It may have begun to drain just when the client came.
+  const bool is_turned_away = router.router().is_draining() && reading.tokens.empty();
+  if (!IsExcused(status, excuses, end >= leaves_at, is_late, router.is_down() || is_turned_away)) {
     journal.Violate(absl::StrCat(name, " ended with ", status.ToString()));
   }
   if (end - start > excuses.patience) {

@@ -168,8 +168,10 @@ Excuses Cluster::ExcusesOf(const ClientPlan& plan) const {
 void Cluster::Ask(size_t index) {
   const ClientPlan& plan = scenario_.clients[index];
   clock_.Sleep(plan.arrives_at);
-  const std::shared_ptr<RouterRun> router =
-      routers_.at(index % static_cast<size_t>(scenario_.num_routers));
+  const auto num_routers = static_cast<size_t>(scenario_.num_routers);
+  std::shared_ptr<RouterRun> router = routers_.at(index % num_routers);
+  // What stands before several routers does not send requests to one that is not ready.
+  if (!router->router().Readiness().ok()) router = routers_.at((index + 1) % num_routers);
   const absl::Status status = RunClient(absl::StrCat("client", index), plan, scenario_,
                                         ExcusesOf(plan), *router, clock_, *journal_);
   if (status.ok()) ++num_replies_;

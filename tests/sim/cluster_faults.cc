@@ -30,6 +30,7 @@ void Cluster::Suffer(const Misfortune& misfortune) {
       return;
     }
     case MisfortuneKind::kRestartRouter:
+    case MisfortuneKind::kDrainRouter:
       return RestartRouter(misfortune);
   }
 }
@@ -64,7 +65,7 @@ void Cluster::Drain(Slot& slot, const Misfortune& misfortune) {
                               reply.ok() ? reply->transfers() : 0, " transfers left"));
   std::unique_ptr<WorkerRun> run = Take(slot);
   if (run == nullptr) return;
-  run->Stop();
+  run->Stop(absl::Seconds(1));
   run.reset();
   clock_.Sleep(misfortune.lasts);
   StartWorker(slot);
@@ -74,6 +75,13 @@ void Cluster::RestartRouter(const Misfortune& misfortune) {
   const auto index = static_cast<size_t>(misfortune.router);
   {
     const std::shared_ptr<RouterRun> run = routers_.at(index);
+    if (misfortune.kind == MisfortuneKind::kDrainRouter) {
+      const auto reply = run->router().Drain({}, Scenario::kRequestTimeout);
+      journal_->Note(absl::StrCat(run->name(), " has drained, ", reply->transfers(), " are left"));
+      if (scenario_.is_fair() && reply->transfers() > 0) {
+        journal_->Violate(absl::StrCat(run->name(), " could not drain"));
+      }
+    }
     if (run->is_down()) return;  // Somebody else is at it.
     run->SetDown();
     for (const auto& slot : slots_) {

@@ -118,8 +118,8 @@ Misfortune DrawMisfortune(RandomSource& random, const Scenario& scenario) {
   return misfortune;
 }
 
-// A prefill and a decode worker are drained and restarted while others of their role go on: no
-// client may notice.
+// A prefill and a decode worker, and a router of two, are drained and restarted while others of
+// their role go on: no client may notice.
 void DrawMaintenance(RandomSource& random, Scenario& scenario) {
   scenario.is_planned = true;
   scenario.num_prefill = std::max(scenario.num_prefill, 2);
@@ -130,6 +130,10 @@ void DrawMaintenance(RandomSource& random, Scenario& scenario) {
     drain.worker = worker;
     scenario.misfortunes.push_back(drain);
   }
+  if (scenario.num_routers < 2) return;
+  Misfortune drain = DrawMisfortune(random, scenario);
+  drain.kind = MisfortuneKind::kDrainRouter;
+  scenario.misfortunes.push_back(drain);
 }
 
 }  // namespace
@@ -152,6 +156,8 @@ absl::string_view MisfortuneName(MisfortuneKind kind) {
       return "silence pages";
     case MisfortuneKind::kLoseRegistration:
       return "lose registration";
+    case MisfortuneKind::kDrainRouter:
+      return "drain router";
     default:
       return "restart router";
   }

@@ -40,6 +40,7 @@ enum class MisfortuneKind : uint8_t {
   kSilentPages,
   kLoseRegistration,  // A worker's registration streams end and come back.
   kRestartRouter,
+  kDrainRouter,  // It takes no more requests, finishes those it has and is restarted.
 };
 
 absl::string_view MisfortuneName(MisfortuneKind kind);
@@ -89,7 +90,9 @@ struct Scenario {
 
   // Whether every patient client is owed its reply.
   bool is_fair() const {
-    return misfortunes.empty() && weather.is_fair() && worker.reservation_lease >= absl::Seconds(1);
+    return (misfortunes.empty() || is_planned) && weather.is_fair() &&
+           worker.reservation_lease >= absl::Seconds(1) &&
+           script.step_time < absl::Milliseconds(100);
   }
 
   static constexpr absl::Duration kRequestTimeout = absl::Seconds(60);

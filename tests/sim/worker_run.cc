@@ -47,7 +47,7 @@ WorkerRun::WorkerRun(const std::string& address, v1::WorkerRole role, const Surr
   }
 }
 
-void WorkerRun::Stop() {
+void WorkerRun::Stop(absl::Duration grace) {
   {
     MutexLock lock(mutex_);
     if (worker_ == nullptr) return;
@@ -57,7 +57,7 @@ void WorkerRun::Stop() {
   threads_.clear();
   worker_->StopSteps();
   decode_->Stop();
-  server_->Stop();
+  server_->Stop(grace);
   worker_->Stop();
   around_.watch->CheckPools();
   around_.watch->Forget(card_.incarnation());

@@ -48,8 +48,9 @@ class WorkerRun {
   // The registration streams end, and are opened again.
   void LoseRegistrations();
 
-  // Ends all threads. With the networks cut off before, others see a process that died.
-  void Stop();
+  // Ends all threads; calls that run may take `grace` to end. With the networks cut off before,
+  // others see a process that died.
+  void Stop(absl::Duration grace = absl::ZeroDuration());
 
   // What is not given back yet; empty when nothing is missing.
   std::string MissingPages() const;
