@@ -15,9 +15,8 @@ namespace {
 
 // How long a client's leaving may go unnoticed while tokens are awaited.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
-// Between two messages to a client on average, a few at once apart.
-constexpr absl::Duration kWriteInterval = absl::Milliseconds(8);
-constexpr absl::Duration kWriteBurst = absl::Milliseconds(24);
+// Messages to a client that need not wait for the gather time after a pause.
+constexpr int kGatherBurst = 3;
 
 }  // namespace
 
@@ -165,7 +164,9 @@ absl::StatusOr<v1::SequenceTokens> Attempt::NextTokens() {
     ISTHMUS_ASSIGN_OR_RETURN(std::optional<v1::SequenceTokens> tokens,
                              tokens_->TakeFor(kCancelPoll, next_take_at_));
     if (tokens.has_value()) {
-      next_take_at_ = std::max(next_take_at_, setting_.clock->Now() - kWriteBurst) + kWriteInterval;
+      const absl::Duration gather = setting_.gather_time;
+      next_take_at_ =
+          std::max(next_take_at_, setting_.clock->Now() - kGatherBurst * gather) + gather;
       if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) may_be_reserved_ = false;
       if (tokens->end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens->error());
       return *std::move(tokens);

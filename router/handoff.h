@@ -22,6 +22,7 @@ namespace isthmus::router {
 struct AttemptSetting {
   uint64_t router_incarnation = 0;
   size_t max_behind_messages = 0;
+  absl::Duration gather_time;
   Canceller* canceller = nullptr;
   Clock* clock = nullptr;
   std::function<bool()> is_cancelled;  // Whether the client has left.
@@ -54,8 +55,8 @@ class Attempt {
   uint64_t kv_bytes() const { return kv_bytes_; }
   uint64_t digests_verified() const { return digests_verified_; }
 
-  // The next tokens after the first, all that have come; 8 ms after the last ones on average at
-  // least, so that a quick worker does not cost a message for each token. An error ends the
+  // The next tokens after the first, all that have come; gather_time after the last ones on average
+  // at least, so that a quick worker does not cost a message for each token. An error ends the
   // sequence; so does a message with `end` set. Cancelled, DeadlineExceeded: as for the request.
   // ResourceExhausted: the client was too slow.
   absl::StatusOr<v1::SequenceTokens> NextTokens();

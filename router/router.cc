@@ -180,9 +180,10 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
       return placement.status();
     }
     const uint32_t end_token_id = placement->decode->card().values().end_token_id();
-    Attempt attempt(&request, *std::move(placement),
-                    {view_->incarnation(), static_cast<size_t>(config_.max_behind_messages),
-                     &canceller_, &clock_, client.is_cancelled, client.cancel});
+    Attempt attempt(
+        &request, *std::move(placement),
+        {view_->incarnation(), static_cast<size_t>(config_.max_behind_messages),
+         config_.token_gather_time, &canceller_, &clock_, client.is_cancelled, client.cancel});
     absl::Status status = attempt.Reserve();
     if (status.ok()) {
       turn.End();

@@ -22,6 +22,7 @@ struct RouterConfig {
   int32_t max_workers = 64;
   int32_t max_attempts = 3;
   int32_t max_behind_messages = 2048;
+  absl::Duration token_gather_time = absl::Milliseconds(8);
   std::string route_policy = "least_loaded";
   absl::Duration load_interval = absl::Milliseconds(20);
   absl::Duration heartbeat_interval = absl::Seconds(1);
@@ -79,6 +80,10 @@ struct RouterConfig {
           "Pairs of workers that a request is tried on before its first token.");
     visit("max_behind_messages", max_behind_messages, Range<int32_t>{1, 1 << 20},
           "Messages of tokens that a client may be behind; beyond, its request is ended.");
+    visit("token_gather_time", token_gather_time,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Seconds(1)},
+          "Between two messages of tokens to a client, on average; only models with quicker steps "
+          "see it. 0: every step at once.");
     visit("route.policy", route_policy, OneOf{{"least_loaded", "round_robin"}},
           "How workers are chosen among those that could serve a request.");
     visit("default_output_tokens", default_output_tokens, Range<int32_t>{1, 1 << 24},

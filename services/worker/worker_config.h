@@ -29,6 +29,7 @@ struct WorkerConfig {
   int32_t max_sequences = 8;
   int32_t max_queued_sequences = 16;
   int32_t max_unread_messages = 8192;
+  absl::Duration token_gather_time = absl::Milliseconds(8);
   int64_t chunk_tokens = 512;
   int64_t max_batch_tokens = 512;
   int32_t threads = 0;
@@ -82,6 +83,10 @@ struct WorkerConfig {
           "Prompts that wait for room in a prefill worker's cache; beyond, RESOURCE_EXHAUSTED.");
     visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
           "Token messages that a router may leave unread; beyond, its sequences are cancelled.");
+    visit("token_gather_time", token_gather_time,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Seconds(1)},
+          "Between two messages of tokens to a router, on average; only quicker steps see it. 0: "
+          "every step at once.");
     visit("chunk_tokens", chunk_tokens, Range<int64_t>{1, 65536},
           "Prompt tokens of one sequence in one step.");
     visit("max_batch_tokens", max_batch_tokens, Range<int64_t>{1, 1 << 20},

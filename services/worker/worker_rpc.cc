@@ -20,12 +20,11 @@ namespace {
 
 // How soon the thread of an idle token stream sees that its router is gone.
 constexpr absl::Duration kStreamWait = absl::Milliseconds(100);
-// Tokens of one stream go out this often on average at most, each time all that have come, a few
-// messages at once apart: at a thousand steps a second, a message and a wake-up of three processes
-// for every token would cost more than decode has to spare. The first token of a reply does not
-// come this way, and the last one does not wait.
-constexpr absl::Duration kWriteInterval = absl::Milliseconds(8);
-constexpr absl::Duration kWriteBurst = absl::Milliseconds(24);
+// Tokens of one stream go out once in token_gather_time on average, each time all that have come:
+// at a thousand steps a second, a message and a wake-up of three processes for every token would
+// cost more than decode has to spare. So many messages need not wait for it after a pause. The
+// first token of a reply does not come this way, and the last one does not wait.
+constexpr int kGatherBurst = 3;
 // How soon a call that waits for the end of a drain sees that its caller is gone.
 constexpr absl::Duration kDrainWait = absl::Milliseconds(200);
 // Waits that nobody bounds.
@@ -68,7 +67,8 @@ class PrefillRpc : public v1::PrefillService::Service {
 
 class DecodeRpc : public v1::DecodeService::Service {
  public:
-  explicit DecodeRpc(DecodeService* service) : service_(service) {}
+  DecodeRpc(DecodeService* service, absl::Duration gather_time)
+      : service_(service), gather_time_(gather_time) {}
 
   grpc::Status Reserve(grpc::ServerContext* context, const v1::ReserveCall* call,
                        v1::KvReservation* reply) override {
@@ -102,8 +102,8 @@ class DecodeRpc : public v1::DecodeService::Service {
   }
 
  private:
-  static void WriteTokens(grpc::ServerContext* context, TokenQueue& queue,
-                          grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) {
+  void WriteTokens(grpc::ServerContext* context, TokenQueue& queue,
+                   grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) const {
     absl::Time next_at = absl::InfinitePast();
     uint64_t seen_ends = 0;
     while (!context->IsCancelled()) {
@@ -121,12 +121,13 @@ class DecodeRpc : public v1::DecodeService::Service {
         if (step.sequences_size() >= kMaxMerged) break;
         tokens = queue.PopFor(absl::ZeroDuration());
       }
-      next_at = std::max(next_at, RealClock().Now() - kWriteBurst) + kWriteInterval;
+      next_at = std::max(next_at, RealClock().Now() - kGatherBurst * gather_time_) + gather_time_;
       if (!stream->Write(step)) return;
     }
   }
 
   DecodeService* const service_;
+  const absl::Duration gather_time_;
   rpc::Timekeeper keeper_;
 };
 
@@ -140,7 +141,7 @@ struct WorkerRpc::State : public v1::Cluster::Service {
         decode(decode_service),
         drain(drain_state),
         prefill_rpc(prefill_service, &host->clock()),
-        decode_rpc(decode_service),
+        decode_rpc(decode_service, host->config().token_gather_time),
         card(host->card()) {}
 
   grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,
