@@ -20,6 +20,9 @@ inline constexpr int kMaxMessageBytes = 64 << 20;
 // at most two seconds.
 std::shared_ptr<grpc::Channel> OpenChannel(const std::string& address);
 
+// Whether `address` is host:port with a port from 1 to 65535. gRPC would take port 99999 for 34463.
+bool IsHostPort(absl::string_view address);
+
 // Whether only this machine can reach `address` ("127.0.0.1:0", "localhost:1", "[::1]:2").
 bool IsLoopback(absl::string_view address);
 

@@ -247,6 +247,15 @@ TEST(ChannelTest, KnowsLoopbackAddresses) {
   EXPECT_FALSE(IsLoopback("10.0.0.1:80"));
 }
 
+TEST(ChannelTest, KnowsWhatCanBeDialled) {
+  for (const char* good : {"127.0.0.1:1", "isthmus-router:7100", "[::1]:65535"}) {
+    EXPECT_TRUE(IsHostPort(good)) << good;
+  }
+  for (const char* bad : {"", "x", ":1", "x:", "x:0", "x:65536", "x:http", "x:-1", "[::1]"}) {
+    EXPECT_FALSE(IsHostPort(bad)) << bad;
+  }
+}
+
 TEST(ChannelTest, ATimeoutShrinksAlongThePath) {
   EXPECT_EQ(HopTimeout(absl::Seconds(10), absl::Seconds(5)), absl::Milliseconds(4900));
   EXPECT_EQ(HopTimeout(absl::Milliseconds(10), absl::ZeroDuration()), absl::Milliseconds(9));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/worker/worker_server.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -11,6 +12,7 @@
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/stop_signal.h"
+#include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/registration_client.h"
 #include "services/rpc/server.h"
@@ -49,6 +51,25 @@ absl::StatusOr<std::string> AdvertisedAddress(const WorkerConfig& config,
       absl::StrCat("advertise: is empty, and routers cannot reach ", listener));
 }
 
+// What cannot be dialled would else show as a router that never answers.
+absl::Status CheckAddresses(const WorkerConfig& config) {
+  const auto refuse = [](absl::string_view field, const std::string& address,
+                         absl::string_view wanted) {
+    return absl::InvalidArgumentError(absl::StrCat(field, ": is \"", address, "\", want ", wanted));
+  };
+  constexpr absl::string_view kHostPort = "host:port with a port from 1 to 65535";
+  for (size_t i = 0; i < config.routers.size(); ++i) {
+    const std::string field = absl::StrCat("routers[", i, "]");
+    const auto end = config.routers.begin() + static_cast<ptrdiff_t>(i);
+    if (!rpc::IsHostPort(config.routers[i])) return refuse(field, config.routers[i], kHostPort);
+    if (std::find(config.routers.begin(), end, config.routers[i]) != end) {
+      return refuse(field, config.routers[i], "every router once");
+    }
+  }
+  if (config.advertise.empty() || rpc::IsHostPort(config.advertise)) return absl::OkStatus();
+  return refuse("advertise", config.advertise, kHostPort);
+}
+
 // One worker process from its model to its end. Everything is built here, in order.
 class WorkerProcess {
  public:
@@ -81,6 +102,7 @@ class WorkerProcess {
 };
 
 absl::Status WorkerProcess::Start() {
+  ISTHMUS_RETURN_IF_ERROR(CheckAddresses(config_));
   const StepObserver observer = [this](const StepFigures& figures) {
     metrics_.Observe(kStepSeconds, absl::ToDoubleSeconds(figures.duration));
     metrics_.Observe(kStepSequences, static_cast<double>(figures.num_sequences));
