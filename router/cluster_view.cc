@@ -10,6 +10,7 @@
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
+#include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
 
 namespace isthmus::router {
@@ -65,6 +66,22 @@ v1::Registered ClusterView::Welcome() const {
   return welcome;
 }
 
+absl::Status ClusterView::CheckConfig(const RouterConfig& config) {
+  if (config.load_interval > config.heartbeat_interval) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("registration.load_interval: is ", absl::FormatDuration(config.load_interval),
+                     ", want at most registration.heartbeat_interval, ",
+                     absl::FormatDuration(config.heartbeat_interval)));
+  }
+  if (config.lease < 2 * config.heartbeat_interval) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("registration.lease: is ", absl::FormatDuration(config.lease),
+                     ", want at least twice registration.heartbeat_interval, ",
+                     absl::FormatDuration(config.heartbeat_interval)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ClusterView::CheckCard(const v1::WorkerCard& card) const {
   if (card.incarnation() == 0) return absl::InvalidArgumentError("card.incarnation: is 0");
   if (card.role() != v1::WORKER_ROLE_PREFILL && card.role() != v1::WORKER_ROLE_DECODE) {
@@ -72,7 +89,7 @@ absl::Status ClusterView::CheckCard(const v1::WorkerCard& card) const {
                                                    v1::WORKER_ROLE_PREFILL, " (prefill) or ",
                                                    v1::WORKER_ROLE_DECODE, " (decode)"));
   }
-  if (card.address().find(':') == std::string::npos) {
+  if (!rpc::IsHostPort(card.address())) {
     return absl::InvalidArgumentError(
         absl::StrCat("card.address: is \"", card.address(), "\", want host:port"));
   }

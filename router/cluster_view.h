@@ -27,6 +27,9 @@ namespace isthmus::router {
 // Thread-safe.
 class ClusterView {
  public:
+  // InvalidArgument: intervals under which every worker would be silent for too long.
+  static absl::Status CheckConfig(const RouterConfig& config);
+
   // Makes a client of the worker at an address, without waiting for a connection.
   using Connect = std::function<std::unique_ptr<rpc::WorkerClient>(const std::string& address)>;
 

@@ -66,6 +66,19 @@ TEST(ClusterViewTest, AWorkerIsReadyWhileItsStreamIsOpenAndSuspectAtOnceAfterIt)
   EXPECT_EQ(fixture.view.links()[0], link);  // Its requests go on.
 }
 
+TEST(ClusterViewTest, RefusesIntervalsThatEveryWorkerWouldExceed) {
+  RouterConfig config;
+  EXPECT_TRUE(ClusterView::CheckConfig(config).ok());
+  config.lease = absl::Milliseconds(1999);
+  EXPECT_EQ(ClusterView::CheckConfig(config).message(),
+            "registration.lease: is 1.999s, want at least twice registration.heartbeat_interval, "
+            "1s");
+  config = RouterConfig();
+  config.load_interval = absl::Seconds(2);
+  EXPECT_EQ(ClusterView::CheckConfig(config).message(),
+            "registration.load_interval: is 2s, want at most registration.heartbeat_interval, 1s");
+}
+
 TEST(ClusterViewTest, RefusesWhatDiffersAndNamesBothValues) {
   Fixture fixture;
   auto registration = fixture.Register(*fixture.prefill);

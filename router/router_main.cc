@@ -68,6 +68,7 @@ void DrainRequests(Router& router, rpc::RpcServer& server, absl::Duration patien
 // Everything is built here, in order, and passed down.
 absl::Status Serve(const RouterConfig& config) {
   const absl::Time start = RealClock().Now();
+  ISTHMUS_RETURN_IF_ERROR(ClusterView::CheckConfig(config));
   rpc::MetricsExporter metrics("router", kAllMetrics);
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<Acceptor> acceptor, Acceptor::Create(config));
   ClusterView view(config, rpc::ConnectWorker, RealClock());
