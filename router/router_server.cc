@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "proto/cluster.grpc.pb.h"
 #include "proto/generate.grpc.pb.h"
@@ -23,6 +24,8 @@ namespace {
 constexpr absl::Duration kAnswerTime = absl::Seconds(15);
 // Threads for status, health, reflection and draining.
 constexpr int kSpareThreads = 16;
+// Registration streams beyond the most workers: of those that are refused or come back.
+constexpr size_t kSpareStreams = 16;
 constexpr absl::Duration kLongestDrain = absl::Hours(1);
 
 absl::Duration DurationOf(const google::protobuf::Duration& wire) {
@@ -79,12 +82,20 @@ class RegistrationRpc : public v1::Registration::Service {
       : view_(view),
         keeper_(keeper),
         // A worker that is silent for this long has no connection any more.
-        silence_(10 * std::max(config.lease, config.heartbeat_interval)) {}
+        silence_(10 * std::max(config.lease, config.heartbeat_interval)),
+        max_streams_(static_cast<size_t>(config.max_workers) + kSpareStreams) {}
 
   grpc::Status Register(
       grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::RouterCommand, v1::WorkerReport>* stream) override {
     const OpenStream open(this, context);
+    // Streams that say nothing would take the threads of requests.
+    if (open.count() > max_streams_) {
+      return rpc::ToGrpcStatus(
+          absl::ResourceExhaustedError(absl::StrCat(
+              open.count(), " registration streams are open, want at most ", max_streams_)),
+          context);
+    }
     return rpc::ToGrpcStatus(Hold(context, stream), context);
   }
 
@@ -103,18 +114,23 @@ class RegistrationRpc : public v1::Registration::Service {
     OpenStream(RegistrationRpc* rpc, grpc::ServerContext* context) : rpc_(rpc), context_(context) {
       MutexLock lock(rpc_->mutex_);
       rpc_->streams_.insert(context_);
+      count_ = rpc_->streams_.size();
       if (rpc_->is_ending_) context_->TryCancel();
     }
     ~OpenStream() {
       MutexLock lock(rpc_->mutex_);
       rpc_->streams_.erase(context_);
     }
+    // Of streams that were open when this one was, with it.
+    size_t count() const { return count_; }
+
     OpenStream(const OpenStream&) = delete;
     OpenStream& operator=(const OpenStream&) = delete;
 
    private:
     RegistrationRpc* const rpc_;
     grpc::ServerContext* const context_;
+    size_t count_ = 0;
   };
 
   absl::Status Hold(grpc::ServerContext* context, Stream* stream) {
@@ -138,6 +154,7 @@ class RegistrationRpc : public v1::Registration::Service {
   ClusterView* const view_;
   rpc::Timekeeper* const keeper_;
   const absl::Duration silence_;
+  const size_t max_streams_;
   Mutex mutex_;
   bool is_ending_ = false;                  // Guarded by mutex_.
   std::set<grpc::ServerContext*> streams_;  // Guarded by mutex_.
@@ -165,8 +182,8 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(const RouterCo
   rpc::ServerOptions options;
   options.address = config.listen;
   // Every active and every waiting request has a thread, and so has every worker's registration.
-  options.max_threads =
-      config.max_active_requests + config.max_queued_requests + config.max_workers + kSpareThreads;
+  options.max_threads = config.max_active_requests + config.max_queued_requests +
+                        config.max_workers + static_cast<int>(kSpareStreams) + kSpareThreads;
   ISTHMUS_ASSIGN_OR_RETURN(
       state->server, rpc::RpcServer::Start(options, {&state->generation, &state->registration}));
   return std::unique_ptr<RouterServer>(new RouterServer(std::move(state)));

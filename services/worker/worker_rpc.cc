@@ -5,7 +5,9 @@
 #include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
+#include <atomic>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "proto/cluster.grpc.pb.h"
@@ -33,6 +35,8 @@ constexpr absl::Duration kLongestCall = absl::Minutes(10);
 constexpr int kMaxMerged = 1024;
 // Threads for health checks, drains and whatever else is short.
 constexpr int kSpareThreads = 16;
+// Token streams beyond the most routers: of those that are refused or come back.
+constexpr int kSpareStreams = 16;
 
 absl::Duration TimeLeft(grpc::ServerContext* context) {
   return std::min(absl::FromChrono(context->deadline()) - absl::Now(), kLongestCall);
@@ -86,6 +90,14 @@ class DecodeRpc : public v1::DecodeService::Service {
   grpc::Status Tokens(
       grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) override {
+    const OpenStream open(&num_streams_);
+    // Streams that say nothing would take the threads of calls.
+    const int most = static_cast<int>(TokenStreams::max_routers()) + kSpareStreams;
+    if (open.count() > most) {
+      const std::string text =
+          absl::StrCat(open.count(), " token streams are open, want at most ", most);
+      return rpc::ToGrpcStatus(absl::ResourceExhaustedError(text), context);
+    }
     v1::TokensControl control;
     if (!rpc::ReadOpening(&keeper_, context, stream, &control) || !control.has_hello()) {
       return rpc::ToGrpcStatus(absl::InvalidArgumentError("hello: must open the stream"), context);
@@ -102,6 +114,22 @@ class DecodeRpc : public v1::DecodeService::Service {
   }
 
  private:
+  class OpenStream {
+   public:
+    explicit OpenStream(std::atomic<int>* num_streams)
+        : num_streams_(num_streams), count_(++*num_streams) {}
+    ~OpenStream() { --*num_streams_; }
+    OpenStream(const OpenStream&) = delete;
+    OpenStream& operator=(const OpenStream&) = delete;
+
+    // Of streams that were open when this one was, with it.
+    int count() const { return count_; }
+
+   private:
+    std::atomic<int>* const num_streams_;
+    const int count_;
+  };
+
   void WriteTokens(grpc::ServerContext* context, TokenQueue& queue,
                    grpc::ServerReaderWriter<v1::StepTokens, v1::TokensControl>* stream) const {
     absl::Time next_at = absl::InfinitePast();
@@ -128,6 +156,7 @@ class DecodeRpc : public v1::DecodeService::Service {
 
   DecodeService* const service_;
   const absl::Duration gather_time_;
+  std::atomic<int> num_streams_ = 0;
   rpc::Timekeeper keeper_;
 };
 
@@ -201,7 +230,8 @@ v1::WorkerCard WorkerRpc::card() const {
 int WorkerRpc::MaxThreads(const WorkerConfig& config) {
   // Each sequence and each waiting prompt may have a call and its Cancel; each router a stream.
   const int calls = 2 * (config.max_sequences + config.max_queued_sequences);
-  return calls + static_cast<int>(TokenStreams::max_routers()) + kSpareThreads;
+  const int streams = static_cast<int>(TokenStreams::max_routers()) + kSpareStreams;
+  return calls + streams + kSpareThreads;
 }
 
 }  // namespace isthmus::worker
