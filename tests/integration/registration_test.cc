@@ -7,7 +7,10 @@
 
 #include <filesystem>
 #include <fstream>
+#include <list>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -95,6 +98,26 @@ TEST_F(RefusalTest, AnotherProtocolVersionIsRefusedWithBothValues) {
               AllOf(HasSubstr("protocol version"), HasSubstr(absl::StrCat(kProtocolVersion)),
                     HasSubstr(absl::StrCat(kProtocolVersion + 6))));
   EXPECT_TRUE(cluster_.WaitForProblem("protocol version differs"));
+}
+
+TEST(SilenceTest, StreamsThatSayNothingTakeNoThreadOfARequest) {
+  Cluster cluster(ScriptedPair());
+  ASSERT_TRUE(cluster.WaitUntilReady());
+  std::list<grpc::ClientContext> contexts;
+  std::vector<
+      std::unique_ptr<grpc::ClientReaderWriterInterface<v1::WorkerReport, v1::RouterCommand>>>
+      streams;
+  const auto stub = v1::Registration::NewStub(rpc::OpenChannel(cluster.router().address()));
+  for (int i = 0; i < 300; ++i) {
+    grpc::ClientContext& context = contexts.emplace_back();
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    streams.push_back(stub->Register(&context));
+  }
+  v1::RouterCommand command;
+  EXPECT_FALSE(streams.back()->Read(&command));  // Refused at once, and all are there.
+  EXPECT_TRUE(Serves(cluster));
+  for (grpc::ClientContext& context : contexts) context.TryCancel();
+  for (const auto& stream : streams) stream->Finish();
 }
 
 TEST(RestartTest, ASuccessorAtTheSameAddressServesAtOnce) {
