@@ -31,6 +31,8 @@ namespace {
 constexpr absl::Duration kTick = absl::Milliseconds(500);
 // The same while something is awaited: a registration, or the end of a drain.
 constexpr absl::Duration kShortTick = absl::Milliseconds(20);
+// For routers to hear of a drain, so that they count on a worker's end and place nothing on it.
+constexpr absl::Duration kDrainNotice = absl::Milliseconds(100);
 // For answers that are on their way when everything else has ended.
 constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
 
@@ -208,8 +210,11 @@ void WorkerProcess::ServeUntilSignal() {
 
 // Until nothing is left, patience is over or a second signal comes.
 void WorkerProcess::AwaitDrained() {
-  const absl::Time end = absl::Now() + config_.stop_patience;
-  while (drain_->num_left() > 0 && absl::Now() < end) {
+  const absl::Time begin = absl::Now();
+  const absl::Time end = begin + config_.stop_patience;
+  const absl::Time told =
+      registration_->num_registered() > 0 ? begin + kDrainNotice : absl::InfinitePast();
+  while ((drain_->num_left() > 0 || absl::Now() < told) && absl::Now() < end) {
     if (WaitForStopSignal(kShortTick) != 0) break;
     Tick();
   }
