@@ -81,7 +81,7 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
   }
   // Under the lock: the end of a stream ends its transfers under it, and must not miss this one.
   if (streams_.Find(call.router_incarnation()) == nullptr) {
-    return WithFaultScope(absl::FailedPreconditionError(absl::StrFormat(
+    return WithFaultScope(absl::UnavailableError(absl::StrFormat(
                               "router_incarnation: router %016x has no token stream here",
                               call.router_incarnation())),
                           FaultScope::kPeer);

@@ -31,9 +31,8 @@ class DecodeService {
   ~DecodeService();
 
   // The same reservation for the same transfer id. InvalidArgument: no prompt, more tokens than a
-  // sequence may have. ResourceExhausted: no pages or no state slot. FailedPrecondition, scope
-  // peer: the router has no token stream here. Unavailable, scope peer: draining. Aborted: that
-  // transfer has ended here.
+  // sequence may have. ResourceExhausted: no pages or no state slot. Unavailable, scope peer:
+  // the router has no token stream here, or draining. Aborted: that transfer has ended here.
   absl::StatusOr<v1::KvReservation> Reserve(const v1::ReserveCall& call);
 
   // Verifies and admits. Aborted: the reservation is gone, or of another run. DataLoss names the

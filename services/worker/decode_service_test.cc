@@ -52,7 +52,7 @@ TEST(DecodeServiceTest, PagesOfAWriterThatIsNotDoneWaitForLeaseAndQuarantine) {
   EXPECT_TRUE(reply->was_known());
   EXPECT_EQ(pair.decode_service->num_transfers(), 0);
   EXPECT_EQ(QuarantinedPages(pair), 9);  // 306 tokens in pages of 128, of three kinds.
-  clock.Sleep(absl::Seconds(129));       // The lease of two minutes, and 30 s from its end on.
+  clock.Sleep(absl::Seconds(159));       // The lease of two minutes, and one from its end on.
   pair.decode_service->Sweep();
   EXPECT_EQ(QuarantinedPages(pair), 9);
   clock.Sleep(absl::Seconds(1));

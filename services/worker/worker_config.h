@@ -37,7 +37,7 @@ struct WorkerConfig {
   std::string transfer_devices = "lo";
   absl::Duration transfer_timeout = absl::Seconds(10);
   absl::Duration reservation_lease = absl::Minutes(2);
-  absl::Duration quarantine_time = absl::Seconds(30);
+  absl::Duration quarantine_time = absl::Minutes(1);
   absl::Duration liveness_timeout = absl::Seconds(60);
   absl::Duration stop_patience = absl::Seconds(30);
   int64_t scripted_seed = 1;
@@ -106,7 +106,7 @@ struct WorkerConfig {
     visit("quarantine_time", quarantine_time,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Minutes(10)},
           "How long pages stay unused when a write into them may still be under way: longer than "
-          "transfer.timeout of the prefill workers.");
+          "transfer.timeout of the prefill workers and the age of a message that they may get.");
     visit("liveness_timeout", liveness_timeout,
           Range<absl::Duration>{absl::Milliseconds(10), absl::Hours(1)},
           "Work is pending and no step has ended for so long: not live. Longer than any step.");

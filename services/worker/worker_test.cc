@@ -233,7 +233,7 @@ TEST(WorkerTest, TheEndOfARoutersStreamEndsItsTransfers) {
   v1::ReserveCall another = workers.ReserveCall();
   another.set_transfer_id(rpc::NewTransferId());
   EXPECT_EQ(workers.decode_service->Reserve(another).status().code(),
-            absl::StatusCode::kFailedPrecondition);
+            absl::StatusCode::kUnavailable);
 }
 
 TEST(WorkerTest, RefusesWhatDoesNotFit) {
