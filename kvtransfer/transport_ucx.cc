@@ -252,7 +252,7 @@ absl::Status UcxTransport::Write(const v1::TransferEndpoint& target,
   if (RealClock().Now() >= deadline) return UcxDeadlineError("write");
   MutexLock lock = progress_.Lock();
   ISTHMUS_ASSIGN_OR_RETURN(std::unique_ptr<UcxLink> link, Acquire(lock, target, deadline));
-  const absl::Status status = link->Write(lock, target, spans, deadline);
+  absl::Status status = link->Write(lock, target, spans, deadline);
   if (!status.ok()) {
     Discard(lock, std::move(link));
     return status;
@@ -300,7 +300,7 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxTransport::Connect(MutexLock& lock,
   ++num_links_;
   greetings_.emplace(link->greeting_number(), link.get());
   const absl::Time patience = std::min(deadline, RealClock().Now() + options_.connect_timeout);
-  const absl::Status status = link->Connect(lock, worker_.get(), target, patience);
+  absl::Status status = link->Connect(lock, worker_.get(), target, patience);
   greetings_.erase(link->greeting_number());
   if (status.ok()) return link;
   Discard(lock, std::move(link));

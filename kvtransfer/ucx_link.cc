@@ -51,10 +51,11 @@ absl::Status UcxLink::Connect(MutexLock& lock, ucp_worker_h worker,
   Posted(ucp_am_send_nbx(endpoint(), kHelloId, &hello_, sizeof(hello_), nullptr, 0, &send));
   ISTHMUS_RETURN_IF_ERROR(WaitFor(lock, "hello to the decode worker", deadline,
                                   [this] { return answer_.has_value(); }));
-  if (*answer_ == hello_.incarnation) return ImportKeys(target);
+  const uint64_t answer = answer_.value_or(0);  // WaitFor returns OK only once it is there.
+  if (answer == hello_.incarnation) return ImportKeys(target);
   return WithFaultScope(
-      absl::AbortedError(absl::StrFormat("decode worker's incarnation is %016x, want %016x",
-                                         *answer_, hello_.incarnation)),
+      absl::AbortedError(absl::StrFormat("decode worker's incarnation is %016x, want %016x", answer,
+                                         hello_.incarnation)),
       FaultScope::kPeer);
 }
 

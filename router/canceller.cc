@@ -37,7 +37,8 @@ void Canceller::Stop() {
 
 void Canceller::Submit(CancelJob job) {
   ++num_pending_;
-  if (!jobs_.TryPush(std::move(job))) Cancel(job);  // Untouched when it is refused.
+  if (jobs_.TryPush(std::move(job))) return;
+  Cancel(job);  // NOLINT(bugprone-use-after-move): a refused job is untouched.
 }
 
 void Canceller::Run() {

@@ -69,9 +69,9 @@ rpc::CallOptions Attempt::CallTo(const WorkerLink& link) const {
 // Either we ended the call since a worker is not heard of, or its worker did when it stopped.
 absl::Status Attempt::WhyCancelled(const absl::Status& status, const WorkerLink& callee) const {
   if (setting_.is_cancelled()) return absl::CancelledError("the client left");
-  const absl::Status standing = callee.Standing();
+  absl::Status standing = callee.Standing();
   if (!standing.ok()) return standing;
-  const absl::Status tokens = tokens_->failure();
+  absl::Status tokens = tokens_->failure();
   if (!tokens.ok()) return tokens;
   return WithFaultScope(absl::UnavailableError(status.message()), FaultScope::kPeer);
 }

@@ -11,6 +11,12 @@
 #include "services/base/clock.h"
 #include "services/base/thread.h"
 
+namespace {
+
+constexpr size_t kNumWriters = 3;
+
+}  // namespace
+
 int main() {
   using isthmus::RealClock;
   std::string text;
@@ -32,7 +38,8 @@ int main() {
   }
   const absl::Time deadline = RealClock().Now() + absl::Seconds(30);
   std::vector<isthmus::Thread> threads;
-  for (int i = 0; i < 3; ++i) {
+  threads.reserve(kNumWriters);
+  for (size_t i = 0; i < kNumWriters; ++i) {
     threads.emplace_back(RealClock(), [&] {
       while ((*writer)->Write(target, spans, deadline).ok()) continue;
     });

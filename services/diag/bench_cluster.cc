@@ -113,6 +113,7 @@ absl::StatusOr<std::vector<Sample>> RunAll(const ClusterBenchFlags& flags, doubl
   const absl::Time start = absl::Now();
   {
     std::vector<Thread> threads;
+    threads.reserve(static_cast<size_t>(flags.concurrency));
     for (int64_t t = 0; t < flags.concurrency; ++t) threads.emplace_back(RealClock(), work);
   }
   *seconds = absl::ToDoubleSeconds(absl::Now() - start);

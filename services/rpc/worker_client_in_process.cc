@@ -294,10 +294,11 @@ class InProcessClient : public WorkerClient {
       if (!network->Carry(*call, network->PassageOf(*call, true))) {
         return network->End(*call, Unreachable(server));
       }
+      const absl::Status end = FromServer(server, result.status());
       if (result.ok()) *reply = *std::move(result);
-      network->End(*call, FromServer(server, result.status()));
+      network->End(*call, end);
     });
-    const absl::Status status = network_->Await(*call, options);
+    absl::Status status = network_->Await(*call, options);
     if (!status.ok()) return status;
     return *std::move(reply);
   }
