@@ -40,7 +40,9 @@ TEST_P(LossTest, EndsTheRequestOnceAndTakesNoPageAlong) {
     EXPECT_TRUE(status.ok()) << status << cluster.Logs();
   } else {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status << cluster.Logs();
-    EXPECT_EQ(held.request().num_tokens() > 0, phase == Phase::kDecode);
+    // A router that a busy machine stops a moment late has sent its first token already.
+    const bool may_be_late = victim == Role::kRouter && phase == Phase::kHandover;
+    if (!may_be_late) EXPECT_EQ(held.request().num_tokens() > 0, phase == Phase::kDecode);
   }
   EXPECT_TRUE(held.HasRightTokens());
   EXPECT_TRUE(cluster.WaitUntilFree(kFreePatience));
