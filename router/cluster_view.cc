@@ -12,6 +12,7 @@
 #include "services/base/version.h"
 #include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::router {
 namespace {
@@ -22,11 +23,6 @@ constexpr absl::Duration kReopenPause = absl::Milliseconds(50);
 // How long, and how many, workers are shown that are lost or refused.
 constexpr absl::Duration kRemembrance = absl::Minutes(1);
 constexpr size_t kMaxRemembered = 64;
-
-void SetDuration(absl::Duration duration, google::protobuf::Duration* wire) {
-  wire->set_seconds(absl::ToInt64Seconds(duration));
-  wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
-}
 
 }  // namespace
 
@@ -61,8 +57,8 @@ void ClusterView::Changed() {
 v1::Registered ClusterView::Welcome() const {
   v1::Registered welcome;
   welcome.set_router_incarnation(incarnation_);
-  SetDuration(config_.load_interval, welcome.mutable_load_interval());
-  SetDuration(config_.heartbeat_interval, welcome.mutable_heartbeat_interval());
+  rpc::ToWire(config_.load_interval, welcome.mutable_load_interval());
+  rpc::ToWire(config_.heartbeat_interval, welcome.mutable_heartbeat_interval());
   return welcome;
 }
 
@@ -108,9 +104,9 @@ absl::Status ClusterView::CheckAgainstLocked(const v1::WorkerCard& card) const {
     if (link->address() == card.address() || !link->is_registered()) continue;
     ++num_registered;
     if (link->is_silent()) continue;
-    ISTHMUS_RETURN_IF_ERROR(
-        CheckMatch(card, "this worker's", link->card(),
-                   absl::StrCat("that of ", RoleName(link->role()), " worker ", link->address())));
+    ISTHMUS_RETURN_IF_ERROR(CheckMatch(
+        card, "this worker's", link->card(),
+        absl::StrCat("that of ", rpc::RoleName(link->role()), " worker ", link->address())));
   }
   if (num_registered < config_.max_workers) return absl::OkStatus();
   return absl::ResourceExhaustedError(
@@ -192,7 +188,7 @@ absl::StatusOr<std::unique_ptr<ClusterView::Registration>> ClusterView::Register
     return link.status();
   }
   LogInfo("a worker has registered", {{"address", card.address()},
-                                      {"role", RoleName(card.role())},
+                                      {"role", rpc::RoleName(card.role())},
                                       {"incarnation", absl::StrFormat("%016x", card.incarnation())},
                                       {"lane", card.transfer_lane()}});
   if (card.role() == v1::WORKER_ROLE_DECODE) StartReader(*link);
@@ -220,7 +216,7 @@ void ClusterView::NoteRefusal(const v1::WorkerCard& card, const absl::Status& st
   }
   if (is_known) return;
   LogWarning("a worker was refused", {{"address", card.address()},
-                                      {"role", RoleName(card.role())},
+                                      {"role", rpc::RoleName(card.role())},
                                       {"status", status.ToString()}});
 }
 
@@ -229,7 +225,7 @@ ClusterView::Registration::~Registration() {
   if (!link_->is_replaced() && !link_->is_registered()) {
     Log(link_->has_left() ? LogLevel::kInfo : LogLevel::kWarning,
         link_->has_left() ? "a drained worker has left" : "a worker's registration has ended",
-        {{"address", link_->address()}, {"role", RoleName(link_->role())}});
+        {{"address", link_->address()}, {"role", rpc::RoleName(link_->role())}});
   }
   view_->Changed();
 }

@@ -13,6 +13,7 @@
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::router {
 namespace {
@@ -294,9 +295,7 @@ absl::StatusOr<v1::DrainReply> Router::Drain(const v1::DrainTarget& target,
   }
   v1::DrainCall call;
   call.set_reason(target.reason());
-  call.mutable_patience()->set_seconds(absl::ToInt64Seconds(patience));
-  call.mutable_patience()->set_nanos(
-      static_cast<int32_t>(absl::ToInt64Nanoseconds(patience % absl::Seconds(1))));
+  rpc::ToWire(patience, call.mutable_patience());
   return link->client().Drain(
       call, {patience + absl::Seconds(5), [&link] { return !link->Standing().ok(); }});
 }
@@ -336,7 +335,7 @@ void Router::PublishGauges() const {
   std::map<std::pair<absl::string_view, absl::string_view>, int> counts;
   for (const v1::WorkerRole role : {v1::WORKER_ROLE_PREFILL, v1::WORKER_ROLE_DECODE}) {
     for (const absl::string_view state : {"ready", "draining", "suspect", "refused"}) {
-      counts[{RoleName(role), state}] = 0;
+      counts[{rpc::RoleName(role), state}] = 0;
     }
   }
   for (const v1::WorkerStatus& status : view_->Statuses()) {
@@ -344,7 +343,7 @@ void Router::PublishGauges() const {
     const absl::string_view problem = status.problem();
     const absl::string_view state =
         problem.empty() ? "ready" : problem.substr(0, problem.find_first_of(": "));
-    const auto found = counts.find({RoleName(status.card().role()), state});
+    const auto found = counts.find({rpc::RoleName(status.card().role()), state});
     if (found != counts.end()) ++found->second;
   }
   for (const auto& [labels, count] : counts) {

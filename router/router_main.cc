@@ -5,10 +5,10 @@
 #include "router/router_metrics.h"
 #include "router/router_server.h"
 #include "services/base/log.h"
-#include "services/base/program.h"
 #include "services/base/status_macros.h"
 #include "services/base/stop_signal.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/server_program.h"
 #include "services/rpc/supervisor.h"
 
 namespace isthmus::router {
@@ -19,13 +19,6 @@ constexpr absl::Duration kReadinessInterval = absl::Milliseconds(50);
 // Gauges, and the service manager, every so many of those.
 constexpr int kTicksPerGauges = 10;
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(20);
-
-LogLevel LevelOf(const std::string& name) {
-  for (const LogLevel level : {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning}) {
-    if (LogLevelName(level) == name) return level;
-  }
-  return LogLevel::kError;
-}
 
 // Publishes readiness until a signal comes, which is returned.
 int WatchUntilSignal(const Router& router, rpc::RpcServer& server, absl::Time start) {
@@ -101,14 +94,7 @@ int RunRouter(int argc, const char* const* argv) {
   ConfigFields fields = ConfigFields::Of(config);
   const ProgramSpec spec = {"isthmus-router",
                             "Accepts requests, places them on workers and streams the replies."};
-  if (const std::optional<int> code = StartProgram(spec, fields, argc, argv)) return *code;
-  SetUpLog(spec.name, LevelOf(config.log_level));
-  BlockStopSignals();
-  rpc::RouteGrpcLog();
-  const absl::Status status = Serve(config);
-  if (status.ok()) return 0;
-  LogError("cannot serve", {{"status", status.ToString()}});
-  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+  return rpc::RunServer(spec, fields, config.log_level, argc, argv, [&] { return Serve(config); });
 }
 
 }  // namespace

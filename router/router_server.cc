@@ -15,6 +15,7 @@
 #include "services/base/status_macros.h"
 #include "services/rpc/status.h"
 #include "services/rpc/timekeeper.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::router {
 namespace {
@@ -27,10 +28,6 @@ constexpr int kSpareThreads = 16;
 // Registration streams beyond the most workers: of those that are refused or come back.
 constexpr size_t kSpareStreams = 16;
 constexpr absl::Duration kLongestDrain = absl::Hours(1);
-
-absl::Duration DurationOf(const google::protobuf::Duration& wire) {
-  return absl::Seconds(wire.seconds()) + absl::Nanoseconds(wire.nanos());
-}
 
 class GenerationRpc : public v1::Generation::Service {
  public:
@@ -56,7 +53,7 @@ class GenerationRpc : public v1::Generation::Service {
                      v1::DrainReply* reply) override {
     const absl::Duration left = absl::FromChrono(context->deadline()) - absl::Now();
     absl::StatusOr<v1::DrainReply> drained =
-        router_->Drain(*target, std::clamp(std::min(DurationOf(target->patience()), left),
+        router_->Drain(*target, std::clamp(std::min(rpc::FromWire(target->patience()), left),
                                            absl::ZeroDuration(), kLongestDrain));
     if (!drained.ok()) return rpc::ToGrpcStatus(drained.status(), context);
     *reply = *std::move(drained);
@@ -135,7 +132,8 @@ class RegistrationRpc : public v1::Registration::Service {
 
   absl::Status Hold(grpc::ServerContext* context, Stream* stream) {
     v1::WorkerReport report;
-    if (!rpc::ReadOpening(keeper_, context, stream, &report) || !report.has_card()) {
+    if (!rpc::ReadWithin(rpc::kOpeningPatience, keeper_, context, stream, &report) ||
+        !report.has_card()) {
       return absl::InvalidArgumentError("card: must open the stream");
     }
     ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<ClusterView::Registration> registration,
@@ -143,7 +141,7 @@ class RegistrationRpc : public v1::Registration::Service {
     v1::RouterCommand command;
     *command.mutable_registered() = view_->Welcome();
     bool goes_on = stream->Write(command);
-    while (goes_on && rpc::ReadOpening(keeper_, context, stream, &report, silence_)) {
+    while (goes_on && rpc::ReadWithin(silence_, keeper_, context, stream, &report)) {
       if (report.has_load()) goes_on = registration->Report(report.load());
       if (report.has_draining()) goes_on = registration->SetDraining(report.draining().reason());
     }

@@ -20,10 +20,6 @@ absl::string_view LinkStateName(LinkState state) {
   }
 }
 
-absl::string_view RoleName(v1::WorkerRole role) {
-  return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
-}
-
 WorkerLink::WorkerLink(std::unique_ptr<rpc::WorkerClient> client, v1::WorkerCard card,
                        absl::Duration lease, Clock& clock)
     : client_(std::move(client)),

@@ -27,9 +27,6 @@ enum class LinkState : uint8_t {
 // "ready", "draining" or "suspect", as in metrics.
 absl::string_view LinkStateName(LinkState state);
 
-// "prefill" or "decode".
-absl::string_view RoleName(v1::WorkerRole role);
-
 // What policies compare. Counts are of requests or tokens.
 struct LinkLoad {
   v1::WorkerLoad reported;

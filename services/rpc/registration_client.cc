@@ -18,6 +18,7 @@
 #include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/status.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::rpc {
 namespace {
@@ -43,7 +44,7 @@ absl::Duration Jittered(absl::Duration pause) {
 }
 
 absl::Duration IntervalOf(const google::protobuf::Duration& wire, absl::Duration otherwise) {
-  const absl::Duration told = absl::Seconds(wire.seconds()) + absl::Nanoseconds(wire.nanos());
+  const absl::Duration told = FromWire(wire);
   if (told <= absl::ZeroDuration()) return otherwise;
   return std::clamp(told, kShortestInterval, kLongestInterval);
 }
@@ -96,7 +97,7 @@ class RouterStream {
   void Obey(const v1::RouterCommand& command);
   // Writes what is due, if anything is and no write is under way.
   void WriteDue(Stream& stream);
-  absl::Status Failed(const absl::Status& status);
+  void Failed(const absl::Status& status);
 
   const std::string address_;
   Worker* const worker_;
@@ -233,7 +234,7 @@ absl::Status RouterStream::Hold() {
 }
 
 // Notes and logs a failure: refusals once for each text, the rest when the state changes.
-absl::Status RouterStream::Failed(const absl::Status& status) {
+void RouterStream::Failed(const absl::Status& status) {
   bool is_first = false;
   {
     MutexLock lock(mutex_);
@@ -249,7 +250,6 @@ absl::Status RouterStream::Failed(const absl::Status& status) {
     LogWarning(was_registered_ ? "a registration has ended" : "a router does not take us",
                {{"router", address_}, {"status", status.ToString()}});
   }
-  return status;
 }
 
 void RouterStream::Run() {
@@ -257,7 +257,7 @@ void RouterStream::Run() {
   while (!worker_->has_stopped()) {
     const absl::Status status = Hold();
     if (worker_->has_stopped()) return;
-    static_cast<void>(Failed(status));
+    Failed(status);
     if (was_registered_) pause = kFirstPause;
     const absl::Duration now = absl::IsFailedPrecondition(status) ? kRefusedPause : pause;
     pause = std::min(pause * 1.5, kLongestPause);

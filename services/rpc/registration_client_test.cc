@@ -32,7 +32,7 @@ class ScriptedRouter : public v1::Registration::Service {
       grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::RouterCommand, v1::WorkerReport>* stream) override {
     v1::WorkerReport report;
-    if (!ReadOpening(&keeper, context, stream, &report, opening_patience)) {
+    if (!ReadWithin(opening_patience, &keeper, context, stream, &report)) {
       ++num_silent;
       return grpc::Status::CANCELLED;
     }

@@ -11,17 +11,13 @@
 #include "services/base/status_macros.h"
 #include "services/rpc/channel.h"
 #include "services/rpc/status.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::rpc {
 namespace {
 
 void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout));
-}
-
-void SetDuration(absl::Duration duration, google::protobuf::Duration* wire) {
-  wire->set_seconds(absl::ToInt64Seconds(duration));
-  wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
 }
 
 absl::StatusOr<v1::Finish> ReadReply(grpc::ClientReader<v1::GenerateReply>& reader,
@@ -111,7 +107,7 @@ absl::StatusOr<v1::DrainReply> RouterClient::Drain(const std::string& worker,
   v1::DrainTarget target;
   target.set_address(worker);
   target.set_reason(reason);
-  SetDuration(patience, target.mutable_patience());
+  ToWire(patience, target.mutable_patience());
   v1::DrainReply reply;
   grpc::ClientContext context;
   // Whoever drains answers at the end of its patience; this is for the way.
@@ -123,7 +119,7 @@ absl::StatusOr<v1::DrainReply> RouterClient::Drain(const std::string& worker,
   }
   v1::DrainCall call;
   call.set_reason(reason);
-  SetDuration(patience, call.mutable_patience());
+  ToWire(patience, call.mutable_patience());
   grpc::ClientContext direct;
   SetTimeout(direct, patience + absl::Seconds(10));
   status = v1::Cluster::NewStub(state_->channel)->Drain(&direct, call, &reply);

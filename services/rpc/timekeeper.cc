@@ -23,6 +23,7 @@ uint64_t Timekeeper::Add(grpc::ServerContext* context, absl::Duration patience) 
     MutexLock lock(mutex_);
     const absl::Time end = clock_.Now() + patience;
     is_sooner = end < wakes_at_;
+    wakes_at_ = std::min(wakes_at_, end);
     ticket = next_ticket_++;
     calls_[ticket] = {context, end};
   }
@@ -48,14 +49,8 @@ void Timekeeper::Run() {
       next = std::min(next, call.end);
     }
     wakes_at_ = next;
-    const uint64_t known = next_ticket_;
-    clock_.WaitFor(changed_, lock, next - now, [this, known, next] {
-      // Only a call that ends before the time already set is a reason to look again.
-      for (auto it = calls_.lower_bound(known); it != calls_.end(); ++it) {
-        if (it->second.end < next) return true;
-      }
-      return stops_;
-    });
+    // Only a call that ends before the time already set is a reason to look again.
+    clock_.WaitFor(changed_, lock, next - now, [this, next] { return stops_ || wakes_at_ < next; });
   }
 }
 

@@ -52,16 +52,19 @@ class Timekeeper {
   CondVar changed_;
   bool stops_ = false;              // Guarded by mutex_.
   uint64_t next_ticket_ = 0;        // Guarded by mutex_.
-  absl::Time wakes_at_;             // When Run looks again. Guarded by mutex_.
+  absl::Time wakes_at_;             // When Run shall look again. Guarded by mutex_.
   std::map<uint64_t, Call> calls_;  // Guarded by mutex_.
   Thread thread_;
 };
 
-// Reads the message that opens a stream. False: the client is gone, or has said nothing for as long
-// as `patience`; the call is cancelled then.
+// The patience with a client that has opened a stream and says nothing.
+inline constexpr absl::Duration kOpeningPatience = absl::Seconds(10);
+
+// Reads the next message of a stream. False: the client is gone, or has said nothing for as long as
+// `patience`; the call is cancelled then.
 template <typename Stream, typename Message>
-bool ReadOpening(Timekeeper* keeper, grpc::ServerContext* context, Stream* stream, Message* message,
-                 absl::Duration patience = absl::Seconds(10)) {
+bool ReadWithin(absl::Duration patience, Timekeeper* keeper, grpc::ServerContext* context,
+                Stream* stream, Message* message) {
   const Timekeeper::Watch watch(keeper, context, patience);
   return stream->Read(message);
 }

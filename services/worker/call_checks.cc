@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/fault.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::worker {
 namespace {
@@ -20,13 +21,8 @@ absl::Status CheckTransferId(const std::string& transfer_id) {
       absl::StrCat("transfer_id: has ", transfer_id.size(), " bytes, want ", kTransferIdBytes));
 }
 
-absl::Duration LeaseOf(const v1::KvReservation& reservation) {
-  return absl::Seconds(reservation.lease().seconds()) +
-         absl::Nanoseconds(reservation.lease().nanos());
-}
-
 absl::Status CheckLease(const v1::KvReservation& reservation) {
-  const absl::Duration lease = LeaseOf(reservation);
+  const absl::Duration lease = rpc::FromWire(reservation.lease());
   if (lease > absl::ZeroDuration() && lease <= kMaxLease) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "reservation.lease: is ", absl::FormatDuration(lease), ", want more than 0 and at most 24h"));

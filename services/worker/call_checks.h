@@ -18,7 +18,6 @@ absl::Status CheckTransferId(const std::string& transfer_id);
 
 // InvalidArgument unless the lease is positive and at most a day.
 absl::Status CheckLease(const v1::KvReservation& reservation);
-absl::Duration LeaseOf(const v1::KvReservation& reservation);
 
 // InvalidArgument for an id that no token has.
 absl::StatusOr<std::vector<int32_t>> TokensOf(const google::protobuf::RepeatedField<uint32_t>& ids);

@@ -11,6 +11,7 @@
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/status.h"
+#include "services/rpc/wire.h"
 #include "services/worker/call_checks.h"
 #include "services/worker/page_groups.h"
 #include "services/worker/worker_metrics.h"
@@ -71,8 +72,8 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
 
 absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& call) {
   ISTHMUS_RETURN_IF_ERROR(CheckReserve(call));
-  Sweep();
   MutexLock lock(mutex_);
+  SweepAt(worker_->clock().Now());
   const auto known = transfers_.find(call.transfer_id());
   if (known != transfers_.end()) return known->second->reservation;
   if (is_draining_) return Draining();
@@ -100,9 +101,7 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
   DescribePages(worker_->pool(), transfer->cache, static_cast<int64_t>(call.num_prompt_tokens()),
                 worker_->card().transfer().regions(0).generation(), &reservation);
   const absl::Duration lease = worker_->config().reservation_lease;
-  reservation.mutable_lease()->set_seconds(absl::ToInt64Seconds(lease));
-  reservation.mutable_lease()->set_nanos(static_cast<int32_t>(
-      absl::ToInt64Nanoseconds(lease - absl::Seconds(absl::ToInt64Seconds(lease)))));
+  rpc::ToWire(lease, reservation.mutable_lease());
   transfer->expires = worker_->clock().Now() + lease;
   transfers_.emplace(call.transfer_id(), transfer);
   SweepBy(transfer->expires);

@@ -9,6 +9,7 @@
 #include "services/base/fault.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
+#include "services/rpc/wire.h"
 #include "services/worker/call_checks.h"
 #include "services/worker/worker_metrics.h"
 
@@ -72,7 +73,7 @@ absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
   auto state = std::make_shared<Call>();
   state->scope = scope;
   state->received = worker_->clock().Now();
-  state->lease = LeaseOf(call.reservation());
+  state->lease = rpc::FromWire(call.reservation().lease());
   // The lease counts from an earlier moment than the one at which this call arrived: the last tenth
   // is left for the reservation's way here.
   state->last_write = state->received + state->lease * 9 / 10;

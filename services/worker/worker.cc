@@ -11,6 +11,7 @@
 #include "services/base/version.h"
 #include "services/model/scripted_forward.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/wire.h"
 #include "services/worker/page_groups.h"
 
 namespace isthmus::worker {
@@ -32,10 +33,6 @@ model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
   options.step_time = config.scripted_step_time;
   options.prefill_token_time = config.scripted_prefill_token_time;
   return options;
-}
-
-absl::string_view RoleName(v1::WorkerRole role) {
-  return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
 }
 
 }  // namespace
@@ -204,8 +201,9 @@ v1::WorkerLoad Worker::load() const {
 
 absl::Status Worker::CheckRole(v1::WorkerRole role) const {
   if (role == card_.role()) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      "this worker's role is ", RoleName(card_.role()), ", the call is for ", RoleName(role)));
+  return absl::FailedPreconditionError(absl::StrCat("this worker's role is ",
+                                                    rpc::RoleName(card_.role()),
+                                                    ", the call is for ", rpc::RoleName(role)));
 }
 
 }  // namespace isthmus::worker

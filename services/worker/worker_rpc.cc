@@ -15,6 +15,7 @@
 #include "services/base/log.h"
 #include "services/rpc/status.h"
 #include "services/rpc/timekeeper.h"
+#include "services/rpc/wire.h"
 #include "services/worker/worker_load.h"
 
 namespace isthmus::worker {
@@ -99,7 +100,8 @@ class DecodeRpc : public v1::DecodeService::Service {
       return rpc::ToGrpcStatus(absl::ResourceExhaustedError(text), context);
     }
     v1::TokensControl control;
-    if (!rpc::ReadOpening(&keeper_, context, stream, &control) || !control.has_hello()) {
+    if (!rpc::ReadWithin(rpc::kOpeningPatience, &keeper_, context, stream, &control) ||
+        !control.has_hello()) {
       return rpc::ToGrpcStatus(absl::InvalidArgumentError("hello: must open the stream"), context);
     }
     const auto queue = service_->OpenStream(control.hello());
@@ -187,9 +189,8 @@ struct WorkerRpc::State : public v1::Cluster::Service {
   grpc::Status Drain(grpc::ServerContext* context, const v1::DrainCall* call,
                      v1::DrainReply* reply) override {
     drain->Begin(call->reason());
-    const absl::Duration patience =
-        absl::Seconds(call->patience().seconds()) + absl::Nanoseconds(call->patience().nanos());
-    const absl::Time end = worker->clock().Now() + std::min(patience, TimeLeft(context));
+    const absl::Duration patience = std::min(rpc::FromWire(call->patience()), TimeLeft(context));
+    const absl::Time end = worker->clock().Now() + patience;
     int64_t left = drain->num_left();
     while (left > 0 && worker->clock().Now() < end && !context->IsCancelled()) {
       left = drain->AwaitIdle(std::min(end - worker->clock().Now(), kDrainWait));

@@ -16,7 +16,9 @@
 #include "services/rpc/identity.h"
 #include "services/rpc/registration_client.h"
 #include "services/rpc/server.h"
+#include "services/rpc/server_program.h"
 #include "services/rpc/supervisor.h"
+#include "services/rpc/wire.h"
 #include "services/worker/decode_service.h"
 #include "services/worker/drain.h"
 #include "services/worker/prefill_service.h"
@@ -35,13 +37,6 @@ constexpr absl::Duration kShortTick = absl::Milliseconds(20);
 constexpr absl::Duration kDrainNotice = absl::Milliseconds(100);
 // For answers that are on their way when everything else has ended.
 constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
-
-LogLevel LevelOf(const std::string& name) {
-  for (const LogLevel level : {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning}) {
-    if (LogLevelName(level) == name) return level;
-  }
-  return LogLevel::kError;
-}
 
 absl::StatusOr<std::string> AdvertisedAddress(const WorkerConfig& config,
                                               const std::string& listener) {
@@ -76,9 +71,7 @@ absl::Status CheckAddresses(const WorkerConfig& config) {
 class WorkerProcess {
  public:
   WorkerProcess(const WorkerConfig& config, v1::WorkerRole role)
-      : config_(config),
-        role_(role),
-        metrics_(role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode", kAllMetrics) {}
+      : config_(config), role_(role), metrics_(rpc::RoleName(role), kAllMetrics) {}
 
   absl::Status Start();
   void ServeUntilSignal();
@@ -248,14 +241,8 @@ int RunWorker(const ProgramSpec& spec, v1::WorkerRole role, const char* default_
   WorkerConfig config;
   config.listen = default_listen;
   ConfigFields fields = ConfigFields::Of(config);
-  if (const std::optional<int> code = StartProgram(spec, fields, argc, argv)) return *code;
-  SetUpLog(spec.name, LevelOf(config.log_level));
-  BlockStopSignals();
-  rpc::RouteGrpcLog();
-  const absl::Status status = Serve(config, role);
-  if (status.ok()) return 0;
-  LogError("cannot serve", {{"status", status.ToString()}});
-  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+  return rpc::RunServer(spec, fields, config.log_level, argc, argv,
+                        [&] { return Serve(config, role); });
 }
 
 }  // namespace isthmus::worker

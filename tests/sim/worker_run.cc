@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "services/base/check.h"
 #include "services/model/scripted_forward.h"
+#include "services/rpc/wire.h"
 #include "services/worker/worker_load.h"
 #include "services/worker/worker_metrics.h"
 
@@ -202,8 +203,7 @@ absl::StatusOr<v1::DrainReply> WorkerRun::Drain(const v1::DrainCall& call) {
     MutexLock lock(mutex_);
     is_draining_ = true;
   }
-  const absl::Duration patience =
-      absl::Seconds(call.patience().seconds()) + absl::Nanoseconds(call.patience().nanos());
+  const absl::Duration patience = rpc::FromWire(call.patience());
   v1::DrainReply reply;
   if (role_ == v1::WORKER_ROLE_PREFILL) {
     prefill_->Drain();

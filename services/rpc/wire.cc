@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/rpc/wire.h"
+
+namespace isthmus::rpc {
+
+absl::Duration FromWire(const google::protobuf::Duration& wire) {
+  return absl::Seconds(wire.seconds()) + absl::Nanoseconds(wire.nanos());
+}
+
+void ToWire(absl::Duration duration, google::protobuf::Duration* wire) {
+  wire->set_seconds(absl::ToInt64Seconds(duration));
+  wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
+}
+
+absl::string_view RoleName(v1::WorkerRole role) {
+  return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
+}
+
+}  // namespace isthmus::rpc
