@@ -70,14 +70,14 @@ Router::~Router() { view_->OnChange({}); }
 absl::Status Router::Persist(absl::Time deadline, const ClientStream& client,
                              absl::FunctionRef<absl::Status()> find) {
   const absl::Time end = std::min(deadline, clock_.Now() + kRecoveryPatience);
+  bool is_last = false;
   while (true) {
     absl::Status found = find();
-    if (!absl::IsUnavailable(found) || clock_.Now() >= end) return found;
+    if (!absl::IsUnavailable(found) || clock_.Now() >= end || is_last) return found;
     const Links links = view_->links();
-    if (std::none_of(links.begin(), links.end(),
-                     [](const auto& l) { return l->is_recovering(); })) {
-      return found;
-    }
+    is_last = std::none_of(links.begin(), links.end(),
+                           [](const auto& link) { return link->is_recovering(); });
+    if (is_last) continue;  // Who has recovered since the search is worth another one.
     if (client.is_cancelled()) return ClientLeft();
     clock_.Sleep(kRecoveryPoll);
   }
