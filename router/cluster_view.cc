@@ -200,6 +200,7 @@ void ClusterView::NoteRefusal(const v1::WorkerCard& card, const absl::Status& st
   if (absl::IsAlreadyExists(status)) return;
   Refusal refusal;
   refusal.status.set_address(card.address());
+  refusal.status.set_state(v1::WORKER_STATE_REFUSED);
   refusal.status.set_problem(absl::StrCat("refused: ", status.message()));
   *refusal.status.mutable_card() = card;
   refusal.at = clock_.Now();

@@ -154,7 +154,7 @@ TEST(ClusterViewTest, ADrainingWorkerSaysWhyUntilItHasLeft) {
   auto registration = fixture.Register(*fixture.prefill);
   EXPECT_TRUE(registration->SetDraining("upgrade"));
   EXPECT_EQ(fixture.ProblemOf("p:1"), "draining: upgrade");
-  EXPECT_EQ(fixture.view.links()[0]->state(), LinkState::kDraining);
+  EXPECT_EQ(fixture.view.links()[0]->state(), v1::WORKER_STATE_DRAINING);
   registration.reset();
   EXPECT_EQ(fixture.ProblemOf("p:1"), "unknown");  // It has left, as it should.
 }

@@ -17,7 +17,7 @@ std::string Hex(uint64_t value) { return absl::StrFormat("%016x", value); }
 Links ReadyOf(const Links& links, v1::WorkerRole role) {
   Links ready;
   for (const std::shared_ptr<WorkerLink>& link : links) {
-    if (link->role() == role && link->state() == LinkState::kReady) ready.push_back(link);
+    if (link->role() == role && link->state() == v1::WORKER_STATE_READY) ready.push_back(link);
   }
   return ready;
 }

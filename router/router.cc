@@ -334,17 +334,13 @@ void Router::PublishGauges() const {
   // All pairs of labels, so that a state that nobody is in any more becomes 0.
   std::map<std::pair<absl::string_view, absl::string_view>, int> counts;
   for (const v1::WorkerRole role : {v1::WORKER_ROLE_PREFILL, v1::WORKER_ROLE_DECODE}) {
-    for (const absl::string_view state : {"ready", "draining", "suspect", "refused"}) {
-      counts[{rpc::RoleName(role), state}] = 0;
+    for (const v1::WorkerState state : {v1::WORKER_STATE_READY, v1::WORKER_STATE_DRAINING,
+                                        v1::WORKER_STATE_SUSPECT, v1::WORKER_STATE_REFUSED}) {
+      counts[{rpc::RoleName(role), rpc::WorkerStateName(state)}] = 0;
     }
   }
   for (const v1::WorkerStatus& status : view_->Statuses()) {
-    // A problem begins with its state; "suspect until its next report: ..." does, too.
-    const absl::string_view problem = status.problem();
-    const absl::string_view state =
-        problem.empty() ? "ready" : problem.substr(0, problem.find_first_of(": "));
-    const auto found = counts.find({rpc::RoleName(status.card().role()), state});
-    if (found != counts.end()) ++found->second;
+    ++counts[{rpc::RoleName(status.card().role()), rpc::WorkerStateName(status.state())}];
   }
   for (const auto& [labels, count] : counts) {
     metrics_->Set(kWorkers, count, {std::string(labels.first), std::string(labels.second)});

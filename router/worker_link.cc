@@ -9,17 +9,6 @@
 
 namespace isthmus::router {
 
-absl::string_view LinkStateName(LinkState state) {
-  switch (state) {
-    case LinkState::kReady:
-      return "ready";
-    case LinkState::kDraining:
-      return "draining";
-    default:
-      return "suspect";
-  }
-}
-
 WorkerLink::WorkerLink(std::unique_ptr<rpc::WorkerClient> client, v1::WorkerCard card,
                        absl::Duration lease, Clock& clock)
     : client_(std::move(client)),
@@ -34,36 +23,36 @@ bool WorkerLink::is_silent() const {
   return clock_.Now() - absl::FromUnixNanos(heard_at_) > lease_;
 }
 
-LinkState WorkerLink::StateLocked(std::string* problem) const {
+v1::WorkerState WorkerLink::StateLocked(std::string* problem) const {
   if (is_replaced_) {
     *problem = "suspect: another run of the worker has its address";
-    return LinkState::kSuspect;
+    return v1::WORKER_STATE_SUSPECT;
   }
   if (serial_ == 0) {
     *problem = absl::StrCat("suspect: ", lost_reason_);
-    return LinkState::kSuspect;
+    return v1::WORKER_STATE_SUSPECT;
   }
   if (is_silent()) {
     *problem = absl::StrCat("suspect: silent for more than ", absl::FormatDuration(lease_));
-    return LinkState::kSuspect;
+    return v1::WORKER_STATE_SUSPECT;
   }
   if (is_draining_) {
     *problem = absl::StrCat("draining: ", drain_reason_);
-    return LinkState::kDraining;
+    return v1::WORKER_STATE_DRAINING;
   }
   if (role() == v1::WORKER_ROLE_DECODE && !are_tokens_open_) {
     *problem = "suspect: its token stream is not open";
-    return LinkState::kSuspect;
+    return v1::WORKER_STATE_SUSPECT;
   }
   if (!failure_.empty()) {
     *problem = absl::StrCat("suspect until its next report: ", failure_);
-    return LinkState::kSuspect;
+    return v1::WORKER_STATE_SUSPECT;
   }
   problem->clear();
-  return LinkState::kReady;
+  return v1::WORKER_STATE_READY;
 }
 
-LinkState WorkerLink::state() const {
+v1::WorkerState WorkerLink::state() const {
   std::string problem;
   MutexLock lock(mutex_);
   return StateLocked(&problem);
@@ -79,7 +68,7 @@ std::string WorkerLink::problem() const {
 bool WorkerLink::is_recovering() const {
   std::string problem;
   MutexLock lock(mutex_);
-  return StateLocked(&problem) == LinkState::kSuspect && serial_ != 0 && !is_draining_ &&
+  return StateLocked(&problem) == v1::WORKER_STATE_SUSPECT && serial_ != 0 && !is_draining_ &&
          !is_replaced_ && !is_silent();
 }
 
@@ -87,7 +76,7 @@ v1::WorkerStatus WorkerLink::status() const {
   v1::WorkerStatus status;
   std::string problem;
   MutexLock lock(mutex_);
-  StateLocked(&problem);
+  status.set_state(StateLocked(&problem));
   status.set_address(card_.address());
   status.set_is_reachable(serial_ != 0);
   status.set_problem(std::move(problem));

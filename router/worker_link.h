@@ -18,15 +18,6 @@
 
 namespace isthmus::router {
 
-enum class LinkState : uint8_t {
-  kReady,     // May get requests.
-  kDraining,  // Finishes what it has.
-  kSuspect,   // Not heard of, or the last call to it failed.
-};
-
-// "ready", "draining" or "suspect", as in metrics.
-absl::string_view LinkStateName(LinkState state);
-
 // What policies compare. Counts are of requests or tokens.
 struct LinkLoad {
   v1::WorkerLoad reported;
@@ -52,7 +43,8 @@ class WorkerLink {
   const std::string& address() const { return card_.address(); }
   TokenRelay& relay() { return relay_; }
 
-  LinkState state() const;
+  // Ready, draining or suspect.
+  v1::WorkerState state() const;
   // Why it gets no requests; empty when it is ready.
   std::string problem() const;
   // Not ready, but registered and not draining: its next report, or its token stream, may make it
@@ -91,7 +83,7 @@ class WorkerLink {
 
  private:
   friend class Charge;
-  LinkState StateLocked(std::string* problem) const;
+  v1::WorkerState StateLocked(std::string* problem) const;
 
   const std::unique_ptr<rpc::WorkerClient> client_;
   const v1::WorkerCard card_;

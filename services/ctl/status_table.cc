@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::ctl {
 namespace {
@@ -14,21 +15,10 @@ namespace {
 constexpr size_t kNumColumns = 8;
 using Row = std::array<std::string, kNumColumns>;
 
+// A refused card may lack one.
 std::string RoleOf(const v1::WorkerStatus& worker) {
-  switch (worker.card().role()) {
-    case v1::WORKER_ROLE_PREFILL:
-      return "prefill";
-    case v1::WORKER_ROLE_DECODE:
-      return "decode";
-    default:
-      return "?";
-  }
-}
-
-// A problem begins with the state that it is a reason for.
-std::string StateOf(const v1::WorkerStatus& worker) {
-  if (worker.problem().empty()) return "ready";
-  return worker.problem().substr(0, worker.problem().find_first_of(": "));
+  const v1::WorkerRole role = worker.card().role();
+  return role == v1::WORKER_ROLE_UNSPECIFIED ? "?" : std::string(rpc::RoleName(role));
 }
 
 Row RowOf(const v1::WorkerStatus& worker) {
@@ -36,9 +26,9 @@ Row RowOf(const v1::WorkerStatus& worker) {
   Row row;
   row[0] = RoleOf(worker);
   row[1] = worker.address();
-  row[2] = StateOf(worker);
+  row[2] = std::string(rpc::WorkerStateName(worker.state()));
   row[3] = absl::StrFormat("%016x", worker.card().incarnation());
-  row[4] = row[2] == "refused"
+  row[4] = worker.state() == v1::WORKER_STATE_REFUSED
                ? std::string(1, '-')
                : absl::StrFormat("%d running, %d queued, %.1f s ago", load.active_sequences(),
                                  load.queued_sequences(), worker.load_age_seconds());

@@ -10,9 +10,10 @@ namespace {
 using testing::HasSubstr;
 
 v1::WorkerStatus* AddWorker(v1::StatusReply& status, v1::WorkerRole role, const char* address,
-                            const char* problem) {
+                            v1::WorkerState state, const char* problem) {
   v1::WorkerStatus* worker = status.add_workers();
   worker->set_address(address);
+  worker->set_state(state);
   worker->set_problem(problem);
   worker->mutable_card()->set_role(role);
   worker->mutable_card()->set_incarnation(0xab);
@@ -28,10 +29,12 @@ v1::WorkerStatus* AddWorker(v1::StatusReply& status, v1::WorkerRole role, const 
 TEST(StatusTableTest, ARowForEachWorkerAndAReasonBelowThoseThatAreNotReady) {
   v1::StatusReply status;
   status.set_is_ready(true);
-  AddWorker(status, v1::WORKER_ROLE_PREFILL, "127.0.0.1:7101", "");
-  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:1", "draining: upgrade");
-  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:2", "suspect until its next report: gone");
-  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:3", "refused: model.index_topk differs: 4, 64");
+  AddWorker(status, v1::WORKER_ROLE_PREFILL, "127.0.0.1:7101", v1::WORKER_STATE_READY, "");
+  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:1", v1::WORKER_STATE_DRAINING, "draining: upgrade");
+  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:2", v1::WORKER_STATE_SUSPECT,
+            "suspect until its next report: gone");
+  AddWorker(status, v1::WORKER_ROLE_DECODE, "d:3", v1::WORKER_STATE_REFUSED,
+            "refused: model.index_topk differs: 4, 64");
   const std::string text = StatusTable(status);
   EXPECT_THAT(text, HasSubstr("prefill  127.0.0.1:7101  ready     00000000000000ab  "
                               "3 running, 0 queued, 0.2 s ago  2          7/9         ucx tcp lo\n"

@@ -16,4 +16,17 @@ absl::string_view RoleName(v1::WorkerRole role) {
   return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
 }
 
+absl::string_view WorkerStateName(v1::WorkerState state) {
+  switch (state) {
+    case v1::WORKER_STATE_READY:
+      return "ready";
+    case v1::WORKER_STATE_DRAINING:
+      return "draining";
+    case v1::WORKER_STATE_REFUSED:
+      return "refused";
+    default:
+      return "suspect";
+  }
+}
+
 }  // namespace isthmus::rpc

@@ -6,6 +6,7 @@
 #include "absl/time/time.h"
 #include "google/protobuf/duration.pb.h"
 #include "proto/cluster.pb.h"
+#include "proto/generate.pb.h"
 
 namespace isthmus::rpc {
 
@@ -16,5 +17,8 @@ void ToWire(absl::Duration duration, google::protobuf::Duration* wire);
 
 // "prefill" or "decode", as in logs and metrics.
 absl::string_view RoleName(v1::WorkerRole role);
+
+// "ready", "draining", "suspect" or "refused", as in metrics.
+absl::string_view WorkerStateName(v1::WorkerState state);
 
 }  // namespace isthmus::rpc
