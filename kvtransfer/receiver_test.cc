@@ -5,12 +5,12 @@
 #include "absl/strings/str_format.h"
 #include "kvtransfer/receiver.h"
 #include "kvtransfer/testing/page_owner.h"
-#include "services/base/crc32c.h"
 #include "services/base/fault.h"
 
 namespace isthmus::transfer {
 namespace {
 
+using testing::Digest;
 using ::testing::HasSubstr;
 using testing::kIncarnation;
 using testing::kLayout;
@@ -18,10 +18,6 @@ using testing::kPageBytes;
 using testing::kPages;
 using testing::PageOwner;
 using testing::Pattern;
-
-uint32_t Digest(const ExpectedGroup& group) {
-  return Crc32c(group.bytes.data(), group.bytes.size(), group.page_index);
-}
 
 TEST(ReceiverTest, MissingDoubledAndSurplusDigestsAreLosses) {
   const auto page = Pattern(100, 1);

@@ -11,12 +11,12 @@
 #include "kvtransfer/testing/page_owner.h"
 #include "kvtransfer/transport_loopback.h"
 #include "services/base/clock.h"
-#include "services/base/crc32c.h"
 #include "services/base/fault.h"
 
 namespace isthmus::transfer {
 namespace {
 
+using testing::Digest;
 using ::testing::HasSubstr;
 using testing::kIncarnation;
 using testing::kLayout;
@@ -24,10 +24,6 @@ using testing::kPageBytes;
 using testing::kPages;
 using testing::PageOwner;
 using testing::Pattern;
-
-uint32_t Digest(const ExpectedGroup& group) {
-  return Crc32c(group.bytes.data(), group.bytes.size(), group.page_index);
-}
 
 class TransportTest : public ::testing::TestWithParam<const char*> {
  protected:

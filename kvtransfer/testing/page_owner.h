@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "kvtransfer/receiver.h"
 #include "kvtransfer/transport.h"
+#include "services/base/crc32c.h"
 
 namespace isthmus::transfer::testing {
 
@@ -27,6 +29,11 @@ inline std::vector<std::byte> Pattern(uint64_t size, uint32_t seed) {
     b = static_cast<std::byte>(seed >> 24);
   }
   return bytes;
+}
+
+// Stands for the digest that workers compute.
+inline uint32_t Digest(const ExpectedGroup& group) {
+  return Crc32c(group.bytes.data(), group.bytes.size(), group.page_index);
 }
 
 // The owner of memory: two regions, the second one empty, and a thread that polls.
