@@ -114,6 +114,23 @@ class Cluster {
   std::unique_ptr<rpc::RouterClient> client_;
 };
 
+// A suite whose tests share one cluster, of Suite::Options(); what a test took is free after it.
+template <typename Suite>
+class SharedClusterTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    cluster_ = new Cluster(Suite::Options());
+    ASSERT_TRUE(cluster_->WaitUntilReady());
+  }
+  static void TearDownTestSuite() {
+    delete cluster_;
+    cluster_ = nullptr;
+  }
+  void TearDown() override { EXPECT_TRUE(cluster_->WaitUntilFree(absl::Seconds(5))); }
+
+  static inline Cluster* cluster_ = nullptr;
+};
+
 // Polls until `is_true` or for `patience`; returns what it says then.
 bool WaitUntil(absl::Duration patience, const std::function<bool()>& is_true);
 

@@ -24,18 +24,11 @@ using ::testing::HasSubstr;
 using Json = nlohmann::ordered_json;
 
 // One cluster with the bundled model for all tests.
-class FrontTest : public ::testing::Test {
- protected:
-  static void SetUpTestSuite() {
-    cluster_ = new Cluster(ClusterOptions());
-    ASSERT_TRUE(cluster_->WaitUntilReady());
-  }
-  static void TearDownTestSuite() {
-    delete cluster_;
-    cluster_ = nullptr;
-  }
-  void TearDown() override { EXPECT_TRUE(cluster_->WaitUntilFree(absl::Seconds(5))); }
+class FrontTest : public SharedClusterTest<FrontTest> {
+ public:
+  static ClusterOptions Options() { return {}; }
 
+ protected:
   static v1::ChatRequest ChatOf(const Json& messages) {
     v1::ChatRequest request;
     request.set_conversation_json(Json{{"messages", messages}}.dump());
@@ -49,11 +42,7 @@ class FrontTest : public ::testing::Test {
         .Generate(request, kReplyPatience, [](const v1::TokenDelta&) {})
         .status();
   }
-
-  static Cluster* cluster_;
 };
-
-Cluster* FrontTest::cluster_ = nullptr;
 
 TEST_F(FrontTest, RefusesBadInputByTheNameOfItsField) {
   const auto expect = [](const absl::Status& status, const std::string& text) {

@@ -21,22 +21,16 @@ using ::testing::HasSubstr;
 using Json = nlohmann::ordered_json;
 
 // One cluster for all tests, with room for eight sequences.
-class ReplyTest : public ::testing::Test {
- protected:
-  static void SetUpTestSuite() {
+class ReplyTest : public SharedClusterTest<ReplyTest> {
+ public:
+  static ClusterOptions Options() {
     ClusterOptions options;
     options.workers = {"max_sequences=10", "cache_tokens=32768"};
     options.router = {"max_active_requests=8"};
-    cluster_ = new Cluster(options);
-    ASSERT_TRUE(cluster_->WaitUntilReady());
+    return options;
   }
-  static void TearDownTestSuite() {
-    delete cluster_;
-    cluster_ = nullptr;
-  }
-  // After every test: nothing that was taken stays taken.
-  void TearDown() override { EXPECT_TRUE(cluster_->WaitUntilFree(absl::Seconds(5))); }
 
+ protected:
   static v1::ChatRequest ChatOf(const Json& messages) {
     v1::ChatRequest request;
     request.set_conversation_json(Json{{"messages", messages}}.dump());
@@ -44,11 +38,7 @@ class ReplyTest : public ::testing::Test {
     request.mutable_sampling()->set_max_output_tokens(100);
     return request;
   }
-
-  static Cluster* cluster_;
 };
-
-Cluster* ReplyTest::cluster_ = nullptr;
 
 Json RecallCase(const std::string& id) {
   std::ifstream file(BundledCheckpoint() + "/recall-cases.json");
