@@ -35,7 +35,7 @@ class ScriptedClient : public rpc::WorkerClient {
     MutexLock lock(worker_->mutex);
     worker_->calls.emplace_back("reserve");
     worker_->seen.insert(call.transfer_id());
-    if (const absl::Status answer = Next(worker_->reserve_answers); !answer.ok()) return answer;
+    if (absl::Status answer = Next(worker_->reserve_answers); !answer.ok()) return answer;
     if (worker_->transfers.size() >= worker_->num_slots) {
       return absl::ResourceExhaustedError("no state slot is free");
     }
@@ -50,7 +50,7 @@ class ScriptedClient : public rpc::WorkerClient {
     worker_->calls.emplace_back("prefill");
     worker_->transfers.insert(call.reservation().transfer_id());
     if (!Hold(lock, worker_->holds_prefill, options)) return absl::CancelledError("cancelled");
-    if (const absl::Status answer = Next(worker_->prefill_answers); !answer.ok()) return answer;
+    if (absl::Status answer = Next(worker_->prefill_answers); !answer.ok()) return answer;
     worker_->transfers.erase(call.reservation().transfer_id());
     v1::KvHandoff handoff;
     handoff.set_transfer_id(call.reservation().transfer_id());
@@ -64,7 +64,7 @@ class ScriptedClient : public rpc::WorkerClient {
     {
       MutexLock lock(worker_->mutex);
       worker_->calls.emplace_back("handoff");
-      if (const absl::Status answer = Next(worker_->handoff_answers); !answer.ok()) return answer;
+      if (absl::Status answer = Next(worker_->handoff_answers); !answer.ok()) return answer;
       streams = worker_->streams;
     }
     if (streams) {
@@ -125,7 +125,7 @@ class ScriptedClient : public rpc::WorkerClient {
     MutexLock lock(worker_->mutex);
     if (!Hold(lock, worker_->holds_cancel, options)) return absl::CancelledError("cancelled");
     worker_->calls.emplace_back(call.writer_is_done() ? "cancel done" : "cancel not done");
-    if (const absl::Status answer = Next(worker_->cancel_answers); !answer.ok()) return answer;
+    if (absl::Status answer = Next(worker_->cancel_answers); !answer.ok()) return answer;
     v1::CancelReply reply;
     reply.set_was_known(worker_->transfers.erase(call.transfer_id()) > 0);
     return reply;

@@ -35,8 +35,10 @@ constexpr absl::Duration kLongestInterval = absl::Minutes(1);
 constexpr size_t kMaxRefusals = 32;
 
 // What a completion queue event is about.
-enum Tag : intptr_t { kStart = 1, kWrite, kRead, kFinish };
-void* TagOf(Tag tag) { return reinterpret_cast<void*>(tag); }  // NOLINT(performance-no-int-to-ptr)
+enum Tag : uint8_t { kStart = 1, kWrite, kRead, kFinish };
+void* TagOf(Tag tag) {
+  return reinterpret_cast<void*>(uintptr_t{tag});  // NOLINT(performance-no-int-to-ptr)
+}
 
 // 0.75 to 1.25 times `pause`, so that workers do not come back all at once.
 absl::Duration Jittered(absl::Duration pause) {
