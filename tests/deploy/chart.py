@@ -16,12 +16,11 @@ import subprocess
 import sys
 
 import yaml
+from effective_config import STOP_MARGIN_SECONDS, effective_config, seconds
 
 CHART = pathlib.Path('helm/isthmus')
 ROLES = ('router', 'prefill', 'decode')
 PORTS = {'router': (7100, 7200), 'prefill': (7101, 7201), 'decode': (7102, 7202)}
-# What a process needs after its patience: closing listeners, freeing the transport.
-STOP_MARGIN_SECONDS = 15
 MINIMAL = str(CHART / 'ci' / 'minimal-values.yaml')
 # Values that must be refused, and a word of the reason.
 REFUSED = {
@@ -57,11 +56,6 @@ class Chart:
         return {(one['kind'], one['metadata']['name']): one for one in found}, None
 
 
-def seconds(text):
-    units = {'s': 1, 'm': 60, 'h': 3600}
-    return float(text[:-1]) * units[text[-1]]
-
-
 def expect(what, got, wanted):
     if got != wanted:
         yield f'{what} is {got}, want {wanted}'
@@ -81,12 +75,10 @@ def findings_of_program(what, role, pod, config, binary, scratch):
     path.write_text(config, encoding='utf-8')
     arguments = [one.replace('$(POD_IP)', '10.1.2.3') for one in container['args']]
     arguments = [one.replace(f'/etc/isthmus/{role}.json', str(path)) for one in arguments]
-    run = subprocess.run([binary, *arguments, '--print-config'], check=False, capture_output=True,
-                         text=True, timeout=60)
-    if run.returncode != 0:
-        yield f'{what}: {run.stderr.strip()}'
+    effective, problem = effective_config(binary, *arguments)
+    if problem is not None:
+        yield f'{what}: {problem}'
         return
-    effective = json.loads(run.stdout)
     mount = container['volumeMounts'][1]['mountPath']
     wanted = {'listen': f'0.0.0.0:{PORTS[role][0]}', 'checkpoint': mount,
               'metrics_listen': f'0.0.0.0:{PORTS[role][1]}'}

@@ -8,26 +8,16 @@
 is told ready and alive, that stopping is patient enough, and that each program accepts its example.
 Prints one line per finding; exit 1 when there is one.
 """
-import json
 import pathlib
-import re
-import subprocess
 import sys
+
+from effective_config import STOP_MARGIN_SECONDS, effective_config, seconds
 
 UNITS = {
     'isthmus-router.service': ('isthmus-router', 'router.json'),
     'isthmus-prefill@.service': ('isthmus-prefill', 'prefill-0.json'),
     'isthmus-decode@.service': ('isthmus-decode', 'decode-0.json'),
 }
-SECONDS = {'ms': 0.001, 's': 1, 'm': 60, 'min': 60, 'h': 3600, '': 1}
-# What the process does after its patience: ends calls, closes listeners, frees the transport.
-STOP_MARGIN_SECONDS = 15
-
-
-def seconds(text):
-    """"1m30s", "90s", "3min" as both systemd and our config write them."""
-    parts = re.findall(r'(\d+(?:\.\d+)?)\s*([a-z]*)', text)
-    return sum(float(number) * SECONDS[unit] for number, unit in parts)
 
 
 def settings_of(path):
@@ -38,15 +28,6 @@ def settings_of(path):
             key, value = line.split('=', 1)
             settings.setdefault(key, []).append(value)
     return settings
-
-
-def effective_config(program, config):
-    """What the program would run with, or a finding in words."""
-    run = subprocess.run([program, '--config', config, '--print-config'], check=False,
-                         capture_output=True, text=True, timeout=60)
-    if run.returncode != 0:
-        return None, f'{config}: {run.stderr.strip()}'
-    return json.loads(run.stdout), None
 
 
 def findings_of(root, unit):
@@ -63,10 +44,10 @@ def findings_of(root, unit):
     if settings.get('ExecStart') != [command]:
         yield f"{unit}: ExecStart is {settings.get('ExecStart')}, want {command}"
 
-    config, problem = effective_config(root / 'usr/bin' / program,
-                                       root / 'usr/share/isthmus/examples' / example)
+    path = root / 'usr/share/isthmus/examples' / example
+    config, problem = effective_config(root / 'usr/bin' / program, '--config', path)
     if problem is not None:
-        yield problem
+        yield f'{path}: {problem}'
         return
     patience = seconds(config['stop_patience'])
     stop = seconds(settings['TimeoutStopSec'][0])
