@@ -116,8 +116,8 @@ HWY_NOINLINE void FusedPanels(const GemmPlan& plan, int64_t panel, GemmScratch* 
     ISTHMUS_UNROLL
     for (int p = 0; p < kWidth; ++p) total[r][p] = Zero16();
   }
-  for (int64_t k0 = 0; k0 < w.cols; k0 += kBlockK) {
-    const int64_t kn = std::min(kBlockK, w.cols - k0);
+  for (int64_t k0 = 0, kn = 0; k0 < w.cols; k0 += kn) {
+    kn = BlockInputs(w, k0);
     const float* x[kRows];
     for (int r = 0; r < kRows; ++r) x[r] = plan.x.f32(r) + k0;
     PanelBlock blocks[kWidth];
@@ -247,8 +247,8 @@ HWY_INLINE void TilePanels(const GemmPlan& plan, int64_t first_tile, int64_t las
   constexpr int64_t kTileFloats = kTileRows * kWidth * kPanelRows;
   const WeightView& w = plan.w;
   std::fill_n(scratch->totals, (last_tile - first_tile) * kTileFloats, 0.0f);
-  for (int64_t k0 = 0; k0 < w.cols; k0 += kBlockK) {
-    const int64_t kn = std::min(kBlockK, w.cols - k0);
+  for (int64_t k0 = 0, kn = 0; k0 < w.cols; k0 += kn) {
+    kn = BlockInputs(w, k0);
     for (int p = 0; p < kWidth; ++p) {
       const PanelBlock block = LocateBlock(w, panel + p, k0, kn, p, scratch);
       DecodePanel<kFormat>(w, block, kn, scratch->panels[p], scratch->scales[p]);

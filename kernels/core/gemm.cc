@@ -39,6 +39,7 @@ void CheckTask(const GemmTask& t) {
   ISTHMUS_CHECK(t.out.rows == t.x.rows && t.out.cols == t.w.rows);
   const int64_t group = ScaleGroup(t.w.format);
   ISTHMUS_CHECK(!IsFp4(t.w.format) || t.w.cols % group == 0);
+  ISTHMUS_CHECK(t.w.first_col == 0 || t.w.format == WeightFormat::kFp8Block128);
   ISTHMUS_CHECK(group == 0 || t.w.rows * t.w.cols == 0 || t.w.scales != nullptr);
   ISTHMUS_CHECK(!t.w.is_mxfp4_cast || (t.w.format == WeightFormat::kNvfp4 && t.w.cols % 32 == 0));
 }
@@ -138,7 +139,7 @@ double WeightValue(const WeightView& w, int64_t n, int64_t k) {
       return Bf16Value(value);
     }
     case WeightFormat::kFp8Block128: {
-      const int64_t block = (w.first_row + n) / 128 * CeilDiv(w.cols, 128) + k / 128;
+      const int64_t block = (w.first_row + n) / 128 * ScaleColumns(w) + ScaleColumn(w, k);
       return double{Fp8E4m3Value(bytes[index(w.cols, k)])} * Ue8m0Value(w.scales[block]);
     }
     default: {

@@ -3,7 +3,8 @@
 //
 //   out[m, n] = sum_g scale[n, g] * ( sum_{k in group g, ascending} x[m, k] * w[n, k] )
 //
-// Groups are 128 along K (fp8, bf16, f32), 32 (MXFP4 and its cast) or 16 (NVFP4). Vectorised over
+// Groups are 128 along K (fp8, bf16, f32; those of a share that is cut inside a block end with the
+// blocks of the whole), 32 (MXFP4 and its cast) or 16 (NVFP4). Vectorised over
 // n; every (m, n) is summed by explicit FMAs in ascending k, then group by group (total =
 // fma(group, scale, total)), so its bits depend neither on the SIMD target nor on M, the tile, the
 // thread count or the layout of the weight (kernels/decisions/0001-summation-order.md).

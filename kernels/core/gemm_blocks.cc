@@ -66,10 +66,10 @@ const uint8_t* Elements(const WeightView& w, int64_t panel, int64_t k0, int64_t 
 
 // Lanes of one panel may lie in two fp8 scale blocks when the view starts inside one.
 void Fp8Scales(const WeightView& w, int64_t panel, int64_t k0, uint8_t* out) {
-  const int64_t blocks = (w.cols + 127) / 128;
+  const int64_t blocks = ScaleColumns(w);
   const int64_t first = w.first_row + panel * kPanelRows;
   const int64_t last = w.first_row + std::min((panel + 1) * kPanelRows, w.rows) - 1;
-  const uint8_t* column = w.scales + k0 / 128;
+  const uint8_t* column = w.scales + ScaleColumn(w, k0);
   if (first / 128 == last / 128) {
     std::memset(out, column[first / 128 * blocks], kPanelRows);
     return;

@@ -47,8 +47,15 @@ inline int64_t SumGroup(const WeightView& w) {
 // Stored scales per summed group.
 inline int64_t ScaleStride(const WeightView& w) { return w.is_mxfp4_cast ? 2 : 1; }
 
-// Block [k0, k0 + kn) of panel `panel`; k0 is a multiple of kBlockK, kn at most that. `slot` picks
-// the scratch that rows are transposed into.
+// Inputs of the block that begins at k0: up to the next multiple of kBlockK of the stored matrix,
+// so that a block has one fp8 scale wherever the view was cut.
+inline int64_t BlockInputs(const WeightView& w, int64_t k0) {
+  const int64_t whole = kBlockK - (w.first_col + k0) % kBlockK;
+  return whole < w.cols - k0 ? whole : w.cols - k0;
+}
+
+// Block [k0, k0 + kn) of panel `panel`, kn = BlockInputs(w, k0). `slot` picks the scratch that rows
+// are transposed into.
 PanelBlock LocateBlock(const WeightView& w, int64_t panel, int64_t k0, int64_t kn, int64_t slot,
                        GemmScratch* scratch);
 

@@ -29,7 +29,8 @@ constexpr WeightFormat kFormats[] = {WeightFormat::kF32, WeightFormat::kBf16,
 float ScalarScale(const WeightView& w, int64_t n, int64_t k) {
   switch (w.format) {
     case WeightFormat::kFp8Block128:
-      return Ue8m0Value(w.scales[(w.first_row + n) / 128 * ((w.cols + 127) / 128) + k / 128]);
+      return Ue8m0Value(w.scales[(w.first_row + n) / 128 * ((w.first_col + w.cols + 127) / 128) +
+                                 (w.first_col + k) / 128]);
     case WeightFormat::kMxfp4:
       return Ue8m0Value(w.scales[n * (w.cols / 32) + k / 32]);
     case WeightFormat::kNvfp4:
@@ -61,12 +62,13 @@ std::vector<float> ScalarGemm(const std::vector<float>& x, int64_t rows, const W
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < w.rows; ++n) {
       float total = 0.0f;
-      for (int64_t begin = 0; begin < w.cols; begin += group) {
+      for (int64_t begin = -w.first_col; begin < w.cols; begin += group) {
         float acc = 0.0f;
-        for (int64_t k = begin; k < std::min(begin + group, w.cols); ++k) {
+        const int64_t first = std::max<int64_t>(begin, 0);
+        for (int64_t k = first; k < std::min(begin + group, w.cols); ++k) {
           acc = std::fma(x[static_cast<size_t>(m * w.cols + k)], ScalarElement(w, n, k), acc);
         }
-        total = std::fma(acc, ScalarScale(w, n, begin), total);
+        total = std::fma(acc, ScalarScale(w, n, first), total);
       }
       out[static_cast<size_t>(m * w.rows + n)] = total;
     }
@@ -188,6 +190,45 @@ TEST_P(GemmTargetTest, FindsTheScaleBlockOfARowSlice) {
       expected.insert(expected.end(), begin, begin + 30);
     }
     EXPECT_TRUE(SameBits(RunGemm(x, rows, RowSlice(w.view, 121, 30)), expected));
+  }
+}
+
+// Columns [first, first + count) of an fp8 matrix of at most 128 rows, in memory of their own,
+// under the scales of the blocks that they touch: what a rank of a tensor-parallel group holds.
+OwnedWeight ColumnShare(const WeightView& w, int64_t first, int64_t count) {
+  OwnedWeight out;
+  out.elements.resize(static_cast<size_t>((w.rows * count + 7) / 8));
+  auto* bytes = reinterpret_cast<uint8_t*>(out.elements.data());
+  for (int64_t n = 0; n < w.rows; ++n) {
+    const uint8_t* row = static_cast<const uint8_t*>(w.elements) + n * w.cols + first;
+    std::copy_n(row, count, bytes + n * count);
+  }
+  out.scales.assign(w.scales + first / 128, w.scales + (first + count + 127) / 128);
+  out.view = w;
+  out.view.cols = count;
+  out.view.first_col = first % 128;
+  out.view.elements = out.elements.data();
+  out.view.scales = out.scales.data();
+  return out;
+}
+
+TEST_P(GemmTargetTest, FindsTheScaleBlockOfAShareOfTheColumns) {
+  const OwnedWeight w = testing::RandomWeight(23, WeightFormat::kFp8Block128, 72, 576);
+  for (const auto& [first, count] : {std::pair{0, 96}, {96, 96}, {64, 64}, {96, 288}, {224, 352}}) {
+    const OwnedWeight share = ColumnShare(w.view, first, count);
+    const OwnedWeight panels = testing::Packed(share.view);
+    for (int64_t n = 0; n < 72; ++n) {
+      for (int64_t k = 0; k < count; ++k) {
+        ASSERT_EQ(WeightValue(share.view, n, k), WeightValue(w.view, n, first + k)) << first;
+        ASSERT_EQ(WeightValue(panels.view, n, k), WeightValue(w.view, n, first + k)) << first;
+      }
+    }
+    for (const int64_t rows : {1, 5, 20}) {
+      const std::vector<float> x = testing::NormalValues(24, rows * count);
+      const std::vector<float> expected = ScalarGemm(x, rows, share.view);
+      EXPECT_TRUE(SameBits(RunGemm(x, rows, share.view), expected)) << first;
+      EXPECT_TRUE(SameBits(RunGemm(x, rows, panels.view), expected)) << first;
+    }
   }
 }
 

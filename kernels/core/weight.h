@@ -3,7 +3,7 @@
 //
 // Formats (model specification 2.7, 6.1, 6.3), value of element (n, k):
 //   kF32, kBf16   the element
-//   kFp8Block128  fp8_e4m3 * ue8m0[(first_row + n) / 128][k / 128]
+//   kFp8Block128  fp8_e4m3 * ue8m0[(first_row + n) / 128][(first_col + k) / 128]
 //   kMxfp4        fp4_e2m1 * ue8m0[n][k / 32]
 //   kNvfp4        fp4_e2m1 * fp8_e4m3[n][k / 16] * global_scale
 // fp4 pairs: the low nibble is the even k.
@@ -14,7 +14,13 @@
 //                                               two consecutive k of one output)
 //   fp4 scales [ceil(N / 16)][K / group][16]   (bytes as stored)
 // Rows beyond N are zero bytes. fp8 block scales keep the file's layout in both:
-// [ceil(N/128)][ceil(K/128)]. Both layouts give the same bits.
+// [ceil((first_row + N) / 128)][ceil((first_col + K) / 128)]. Both layouts give the same bits.
+//
+// A share of a matrix that is cut inside a block of 128 keeps the scale of the whole block, as does
+// its neighbour: first_row and first_col say how far inside the block the share begins. Whoever
+// reads fp8 scales counts from there (ScaleColumns, ScaleColumn); a kernel that cannot must refuse
+// first_col != 0 in its `supports`. It is a multiple of 32, so that no k32 step of an mma has two
+// scales. fp4 matrices are never cut inside a group.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +43,7 @@ struct WeightView {
   const uint8_t* scales = nullptr;  // Null for kF32 and kBf16.
   float global_scale = 1.0f;        // kNvfp4: weight_scale_2.
   int64_t first_row = 0;            // Row of the stored matrix that row 0 is (fp8 scale blocks).
+  int64_t first_col = 0;            // Its column, from the first scale block on: 0, 32, 64 or 96.
 
   // kNvfp4 only: the matrix was verified to be a lossless cast of MXFP4 (specification 6.3), so it
   // is summed in groups of 32 like kMxfp4 and gives that format's bits.
@@ -58,6 +65,15 @@ inline int64_t ScaleGroup(WeightFormat format) {
     default:
       return 0;
   }
+}
+// Scales stored in one row of blocks or groups; 0 when the format has none.
+inline int64_t ScaleColumns(const WeightView& w) {
+  const int64_t group = ScaleGroup(w.format);
+  return group == 0 ? 0 : (w.first_col + w.cols + group - 1) / group;
+}
+// The one of them that input k has. The format has scales.
+inline int64_t ScaleColumn(const WeightView& w, int64_t k) {
+  return (w.first_col + k) / ScaleGroup(w.format);
 }
 // True when the reference arithmetic quantises the input of this linear (specification 2.7).
 inline bool QuantisesInput(WeightFormat format) { return ScaleGroup(format) != 0; }

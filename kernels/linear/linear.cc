@@ -37,6 +37,12 @@ absl::Status CheckWeight(const WeightView& w) {
     return absl::InvalidArgumentError(
         absl::StrCat("linear: fp4 weight has K ", w.cols, ", not a multiple of its group ", group));
   }
+  const bool can_begin_inside = w.format == WeightFormat::kFp8Block128;
+  if (w.first_col < 0 || w.first_col % 32 != 0 || w.first_col >= (can_begin_inside ? 128 : 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "linear: weight of format ", static_cast<int>(w.format), " begins at column ", w.first_col,
+        " of a scale block, must be ", can_begin_inside ? "0, 32, 64 or 96" : "0"));
+  }
   if (w.is_mxfp4_cast && (w.format != WeightFormat::kNvfp4 || w.cols % 32 != 0)) {
     return absl::InvalidArgumentError(
         absl::StrCat("linear: an MXFP4 cast must be NVFP4 with K a multiple of 32, format is ",

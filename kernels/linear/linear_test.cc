@@ -156,6 +156,10 @@ TEST_F(LinearRefusalTest, Fp4ThatDoesNotFillItsGroups) {
   args_.weight.cols = 48;
   ExpectRefused("K 48, not a multiple of its group 32");
 }
+TEST_F(LinearRefusalTest, AShareThatBeginsInsideAnFp4Group) {
+  args_.weight.first_col = 32;
+  ExpectRefused("begins at column 32 of a scale block, must be 0");
+}
 TEST_F(LinearRefusalTest, AWeightWithoutScales) {
   args_.weight.scales = nullptr;
   ExpectRefused("lacks elements or scales");
