@@ -15,8 +15,9 @@ find_program(ISTHMUS_CCACHE ccache)
 if(ISTHMUS_CCACHE)
   # Paths relative to the source and no folder in the hash, so that the build folders of one tree
   # (release, demo, without RPC) share what they compile alike.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_NOHASHDIR=true
-                                  CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${ISTHMUS_CCACHE})
+  set(ISTHMUS_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_NOHASHDIR=true
+                                CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${ISTHMUS_CCACHE})
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${ISTHMUS_COMPILER_LAUNCHER})
 endif()
 
 # One floor for all machines: FMA and F16C always exist, so every SIMD target rounds alike; nothing
@@ -40,6 +41,8 @@ if(ISTHMUS_CHECK_INVARIANTS OR CMAKE_BUILD_TYPE STREQUAL "Debug" OR ISTHMUS_SANI
   add_compile_definitions(ISTHMUS_CHECK_INVARIANTS=1)
 endif()
 
+include(IsthmusCuda)
+
 function(isthmus_check_layers name layer)
   foreach(dep IN LISTS ARGN)
     if(TARGET ${dep})
@@ -51,14 +54,12 @@ function(isthmus_check_layers name layer)
   endforeach()
 endfunction()
 
-# isthmus_library(<name> LAYER <n> SRCS ... [CUDA_SRCS ...] [DEPS ...])
+# isthmus_library(<name> LAYER <n> SRCS ... [CUDA_SRCS a.cu ...] [DEPS ...])
 function(isthmus_library name)
   cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LAYER" "SRCS;CUDA_SRCS;DEPS")
   add_library(${name} STATIC ${ARG_SRCS})
   set_target_properties(${name} PROPERTIES ISTHMUS_LAYER ${ARG_LAYER})
-  if(ISTHMUS_WITH_CUDA AND ARG_CUDA_SRCS)
-    target_sources(${name} PRIVATE ${ARG_CUDA_SRCS})
-  endif()
+  isthmus_cuda_sources(${name} ${ARG_CUDA_SRCS})
   target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PUBLIC ${ARG_DEPS})
   isthmus_check_layers(${name} ${ARG_LAYER} ${ARG_DEPS})
@@ -74,14 +75,16 @@ function(isthmus_program name)
   install(TARGETS ${name} RUNTIME DESTINATION bin)
 endfunction()
 
-# isthmus_test(<name> LABEL <label> SRCS ... [DEPS ...]): one GoogleTest binary, one CTest test.
+# isthmus_test(<name> LABEL <label> SRCS ... [CUDA_SRCS a.cu ...] [DEPS ...]): one GoogleTest binary,
+# one CTest test.
 # One CTest entry per binary keeps start-up cost low; `tests/run` counts the cases inside.
 function(isthmus_test name)
   if(NOT ISTHMUS_BUILD_TESTS)
     return()
   endif()
-  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LABEL;TIMEOUT" "SRCS;DEPS;ENV")
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "LABEL;TIMEOUT" "SRCS;CUDA_SRCS;DEPS;ENV")
   add_executable(${name} ${ARG_SRCS})
+  isthmus_cuda_sources(${name} ${ARG_CUDA_SRCS})
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest GTest::gmock GTest::gtest_main)
   target_compile_definitions(${name} PRIVATE ISTHMUS_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   add_test(NAME ${name} COMMAND ${name})
@@ -90,6 +93,15 @@ function(isthmus_test name)
   endif()
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABEL}" TIMEOUT ${ARG_TIMEOUT}
                        ENVIRONMENT "${ARG_ENV}")
+endfunction()
+
+# isthmus_cuda_test(<name> SRCS ... [CUDA_SRCS a.cu ...] [DEPS ...] [TIMEOUT <s>]): a test of CUDA
+# code, on the CPU where CUDA is emulated, on the device where nvcc compiles it, else left out. Its
+# labels are unit and cuda.
+function(isthmus_cuda_test name)
+  if(NOT ISTHMUS_CUDA STREQUAL "off")
+    isthmus_test(${name} LABEL "unit;cuda" ${ARGN})
+  endif()
 endfunction()
 
 # isthmus_fuzz(<name> SRCS ... [DEPS ...]): a libFuzzer target, built only with clang.
