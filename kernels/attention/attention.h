@@ -35,6 +35,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/core/arithmetic.h"
+#include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
@@ -54,10 +55,11 @@ struct AttentionArgs {
   int64_t ratio = 0;     // 0: no compressed entries.
 
   std::span<const SequenceKv> sequences;
-  EntryPlane window_plane;             // In the state slot.
-  EntryPlane entry_plane;              // In pages of `entry_kind`; unused when ratio is 0.
-  CacheKindIndex entry_kind = kCsaKv;  // kCsaKv or kHcaKv.
-  const int32_t* selected = nullptr;   // [rows, max_selected], or null
+  const DeviceBatch* device_batch = nullptr;  // On a GPU instead of `sequences`, which are empty.
+  EntryPlane window_plane;                    // In the state slot.
+  EntryPlane entry_plane;                     // In pages of `entry_kind`; unused when ratio is 0.
+  CacheKindIndex entry_kind = kCsaKv;         // kCsaKv or kHcaKv.
+  const int32_t* selected = nullptr;          // [rows, max_selected], or null
   int64_t max_selected = 0;
   Arithmetic arithmetic = Arithmetic::kReference;
 };

@@ -32,6 +32,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/core/arithmetic.h"
+#include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
@@ -51,7 +52,8 @@ struct CompressorArgs {
   bool is_index_key = false;  // Hadamard + fp4 instead of fp8.
 
   std::span<const SequenceKv> sequences;
-  EntryPlane entry_plane;  // In pages of entry_kind.
+  const DeviceBatch* device_batch = nullptr;  // On a GPU instead of `sequences`, which are empty.
+  EntryPlane entry_plane;                     // In pages of entry_kind.
   CacheKindIndex entry_kind = kCsaKv;
   EntryPlane state_plane;  // In the state slot.
   // When not null: decoded values [new entries of all sequences, in order][dim].

@@ -13,6 +13,8 @@ class Workspace;
 
 // Architectures as numbers that sort: the CPU, then CUDA compute capabilities times ten.
 inline constexpr int kArchCpu = 0;
+inline constexpr int kArchSm90 = 90;
+inline constexpr int kArchSm120 = 120;
 
 struct ArchRange {
   int begin = 0;
@@ -20,6 +22,13 @@ struct ArchRange {
 };
 inline constexpr ArchRange kCpuOnly = {kArchCpu, 1};
 inline constexpr ArchRange kAnyCuda = {10, 10000};
+inline constexpr ArchRange kSm90Up = {kArchSm90, 10000};  // mma.sync, cp.async.bulk, mbarrier.
+inline constexpr ArchRange kSm90Only = {kArchSm90, kArchSm90 + 1};
+inline constexpr ArchRange kSm120Only = {kArchSm120, kArchSm120 + 1};
+
+// A GPU runs the operation: every pointer of its arguments is device memory, unless its header says
+// otherwise.
+inline bool IsDevice(int arch) { return arch != kArchCpu; }
 
 struct Exec {
   int arch = kArchCpu;
@@ -27,7 +36,10 @@ struct Exec {
   uint32_t phase = kPhasePrefill;     // PhaseBits of the current step.
   const PatchSet* patches = nullptr;  // Null: defaults.
   ThreadPool* threads = nullptr;      // Null: the calling thread alone.
-  Workspace* workspace = nullptr;     // Scratch; null: the operation allocates its own.
+  Workspace* workspace = nullptr;     // Scratch; null: the operation allocates its own (CPU only).
+  int num_sms = 0;                    // Multiprocessors of the device; 0 on the CPU.
+  // Splits and tiles must not depend on the batch, so that a row has the bits that it has alone.
+  bool batch_invariant = false;
 };
 
 // body(begin, end, thread) over [0, count), on `exec.threads` when there are any.

@@ -15,19 +15,23 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/core/host_device.h"
+
 namespace isthmus::kernels {
 
-inline uint16_t Bf16Bits(float x) {
+ISTHMUS_HOST_DEVICE inline uint16_t Bf16Bits(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // NaN
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
-inline float Bf16Value(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+ISTHMUS_HOST_DEVICE inline float Bf16Value(uint16_t bits) {
+  return std::bit_cast<float>(uint32_t{bits} << 16);
+}
 
 // Rounds to the bf16 grid.
-inline float RoundBf16(float x) { return Bf16Value(Bf16Bits(x)); }
+ISTHMUS_HOST_DEVICE inline float RoundBf16(float x) { return Bf16Value(Bf16Bits(x)); }
 
-inline float Fp8E4m3Value(uint8_t code) {
+ISTHMUS_HOST_DEVICE inline float Fp8E4m3Value(uint8_t code) {
   const uint32_t magnitude = code & 0x7fu;
   if (magnitude == 0x7f) return std::bit_cast<float>(0x7fc00000u);
   // With the exponent bias of f32 the value is 2^-120 of what it should be; the product is exact.
@@ -36,7 +40,7 @@ inline float Fp8E4m3Value(uint8_t code) {
 }
 
 // Saturating. The sign of zero is kept; NaN gives the NaN code.
-inline uint8_t Fp8E4m3Code(float x) {
+ISTHMUS_HOST_DEVICE inline uint8_t Fp8E4m3Code(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   const auto sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
   const float a = std::fabs(x);
@@ -57,10 +61,14 @@ inline constexpr std::array<float, 16> kFp4E2m1Values = {0.0f,  0.5f,  1.0f,  1.
                                                          4.0f,  6.0f,  -0.0f, -0.5f, -1.0f, -1.5f,
                                                          -2.0f, -3.0f, -4.0f, -6.0f};
 
-inline float Fp4E2m1Value(uint8_t code) { return kFp4E2m1Values[code & 15u]; }
+ISTHMUS_HOST_DEVICE inline float Fp4E2m1Value(uint8_t code) {
+  // With the exponent bias of f32 the value is 2^-126 of what it should be; the product is exact.
+  const float value = std::bit_cast<float>((uint32_t{code} & 7u) << 22) * 0x1p126f;
+  return (code & 8u) != 0 ? -value : value;
+}
 
 // Saturating at 6; ties to the even code. The sign of zero is kept.
-inline uint8_t Fp4E2m1Code(float x) {
+ISTHMUS_HOST_DEVICE inline uint8_t Fp4E2m1Code(float x) {
   const uint8_t sign = std::signbit(x) ? 8 : 0;
   const float a = std::fabs(x);
   uint8_t code = 7;
@@ -83,17 +91,17 @@ inline uint8_t Fp4E2m1Code(float x) {
 }
 
 // 2^exponent as an f32 for exponent in [-149, 127].
-inline float PowerOfTwo(int exponent) {
+ISTHMUS_HOST_DEVICE inline float PowerOfTwo(int exponent) {
   if (exponent >= -126) return std::bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
   return std::bit_cast<float>(1u << (exponent + 149));
 }
 
-inline float Ue8m0Value(uint8_t byte) {
+ISTHMUS_HOST_DEVICE inline float Ue8m0Value(uint8_t byte) {
   return byte == 255 ? std::bit_cast<float>(0x7fc00000u) : PowerOfTwo(int{byte} - 127);
 }
 
 // ceil(log2(x)) of a positive normal f32, from its bits.
-inline int CeilLog2(float x) {
+ISTHMUS_HOST_DEVICE inline int CeilLog2(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   return static_cast<int>((bits >> 23) & 0xffu) - 127 + ((bits & 0x7fffffu) != 0 ? 1 : 0);
 }
@@ -104,12 +112,12 @@ inline constexpr float kFp8AmaxFloor = 1e-4f;  // On amax, not on the scale (4.2
 inline constexpr float kFp4AmaxFloor = 6.0f * 0x1p-126f;
 
 // Exponent of the power-of-two scale of an fp8 group whose largest magnitude is `amax`.
-inline int Fp8ScaleExponent(float amax) {
-  return CeilLog2(std::max(amax, kFp8AmaxFloor) * kInverse448);
+ISTHMUS_HOST_DEVICE inline int Fp8ScaleExponent(float amax) {
+  return CeilLog2((amax < kFp8AmaxFloor ? kFp8AmaxFloor : amax) * kInverse448);
 }
 // The same for an fp4 group.
-inline int Fp4ScaleExponent(float amax) {
-  return CeilLog2(std::max(amax, kFp4AmaxFloor) * kInverse6);
+ISTHMUS_HOST_DEVICE inline int Fp4ScaleExponent(float amax) {
+  return CeilLog2((amax < kFp4AmaxFloor ? kFp4AmaxFloor : amax) * kInverse6);
 }
 
 // Entry formats of the cache (specification 4.2).

@@ -13,8 +13,11 @@
 //   elements  [ceil(N / 16)][K][16]            (fp4: [ceil(N / 16)][K / 2][16] bytes, each holding
 //                                               two consecutive k of one output)
 //   fp4 scales [ceil(N / 16)][K / group][16]   (bytes as stored)
+// kMmaTiles is a GPU's (weight_tiles.h): tiles of 16 outputs in the order of mma.sync's A fragment,
+// fp4 scales inside the tile.
 // Rows beyond N are zero bytes. fp8 block scales keep the file's layout in both:
-// [ceil((first_row + N) / 128)][ceil((first_col + K) / 128)]. Both layouts give the same bits.
+// [ceil((first_row + N) / 128)][ceil((first_col + K) / 128)]. On the CPU both give the
+// same bits.
 //
 // A share of a matrix that is cut inside a block of 128 keeps the scale of the whole block, as does
 // its neighbour: first_row and first_col say how far inside the block the share begins. Whoever
@@ -25,14 +28,25 @@
 
 #include <cstdint>
 
+#include "kernels/core/host_device.h"
 #include "services/base/check.h"
 
 namespace isthmus::kernels {
 
 enum class WeightFormat : uint8_t { kF32, kBf16, kFp8Block128, kMxfp4, kNvfp4 };
-enum class WeightLayout : uint8_t { kRowMajor, kPanels };
+enum class WeightLayout : uint8_t { kRowMajor, kPanels, kMmaTiles };
 
-inline constexpr int64_t kPanelRows = 16;
+inline constexpr int64_t kPanelRows = 16;  // And of a row of tiles.
+
+// kMmaTiles: bytes from one tile to the next, and the inputs that a tile holds (weight_tiles.h).
+ISTHMUS_HOST_DEVICE inline int64_t TileBytes(WeightFormat format) {
+  return format == WeightFormat::kMxfp4 ? 544 : format == WeightFormat::kNvfp4 ? 576 : 512;
+}
+ISTHMUS_HOST_DEVICE inline int64_t TileCols(WeightFormat format) {
+  if (format == WeightFormat::kF32) return 8;
+  if (format == WeightFormat::kBf16) return 16;
+  return format == WeightFormat::kFp8Block128 ? 32 : 64;
+}
 
 struct WeightView {
   WeightFormat format = WeightFormat::kF32;
@@ -50,11 +64,11 @@ struct WeightView {
   bool is_mxfp4_cast = false;
 };
 
-inline bool IsFp4(WeightFormat format) {
+ISTHMUS_HOST_DEVICE inline bool IsFp4(WeightFormat format) {
   return format == WeightFormat::kMxfp4 || format == WeightFormat::kNvfp4;
 }
 // Elements along K under one stored scale; 0 when the format has none.
-inline int64_t ScaleGroup(WeightFormat format) {
+ISTHMUS_HOST_DEVICE inline int64_t ScaleGroup(WeightFormat format) {
   switch (format) {
     case WeightFormat::kFp8Block128:
       return 128;
@@ -67,25 +81,33 @@ inline int64_t ScaleGroup(WeightFormat format) {
   }
 }
 // Scales stored in one row of blocks or groups; 0 when the format has none.
-inline int64_t ScaleColumns(const WeightView& w) {
+ISTHMUS_HOST_DEVICE inline int64_t ScaleColumns(const WeightView& w) {
   const int64_t group = ScaleGroup(w.format);
   return group == 0 ? 0 : (w.first_col + w.cols + group - 1) / group;
 }
 // The one of them that input k has. The format has scales.
-inline int64_t ScaleColumn(const WeightView& w, int64_t k) {
+ISTHMUS_HOST_DEVICE inline int64_t ScaleColumn(const WeightView& w, int64_t k) {
   return (w.first_col + k) / ScaleGroup(w.format);
 }
 // True when the reference arithmetic quantises the input of this linear (specification 2.7).
-inline bool QuantisesInput(WeightFormat format) { return ScaleGroup(format) != 0; }
+ISTHMUS_HOST_DEVICE inline bool QuantisesInput(WeightFormat format) {
+  return ScaleGroup(format) != 0;
+}
 
-// Rows [first, first + count): a group of wo_a, an expert's share. In kPanels, `first` must be a
-// multiple of kPanelRows.
+// Rows [first, first + count): a group of wo_a, an expert's share. In kPanels and kMmaTiles,
+// `first` must be a multiple of kPanelRows.
 inline WeightView RowSlice(const WeightView& w, int64_t first, int64_t count) {
   ISTHMUS_CHECK(first >= 0 && count >= 0 && first + count <= w.rows);
   ISTHMUS_CHECK(w.layout == WeightLayout::kRowMajor || first % kPanelRows == 0);
   WeightView out = w;
   out.rows = count;
   out.first_row = w.first_row + first;
+  if (w.layout == WeightLayout::kMmaTiles) {
+    const int64_t tiles = (w.cols + TileCols(w.format) - 1) / TileCols(w.format);
+    out.elements =
+        static_cast<const uint8_t*>(w.elements) + first / kPanelRows * tiles * TileBytes(w.format);
+    return out;
+  }
   int64_t row_bytes = 0;
   switch (w.format) {
     case WeightFormat::kF32:

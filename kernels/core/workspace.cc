@@ -2,6 +2,8 @@
 #include "kernels/core/workspace.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "services/base/check.h"
 
@@ -9,6 +11,7 @@ namespace isthmus::kernels {
 namespace {
 
 constexpr size_t kAlign = 64;
+constexpr size_t kDeviceAlign = 256;
 constexpr size_t kMinBlockBytes = size_t{1} << 20;
 
 }  // namespace
@@ -28,7 +31,8 @@ Workspace::Scope::~Scope() {
 }
 
 void* Workspace::TakeBytes(size_t bytes) {
-  bytes = (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+  const size_t align = memory_ == kDevice ? kDeviceAlign : kAlign;
+  bytes = (std::max<size_t>(bytes, 1) + align - 1) / align * align;
   while (block_ < blocks_.size() && blocks_[block_].size - used_ < bytes) {
     ++block_;
     used_ = 0;
@@ -36,11 +40,22 @@ void* Workspace::TakeBytes(size_t bytes) {
   if (block_ == blocks_.size()) {
     const size_t last = blocks_.empty() ? 0 : blocks_.back().size;
     const size_t size = std::max({bytes, kMinBlockBytes, 2 * last});
-    auto* p = static_cast<std::byte*>(std::aligned_alloc(kAlign, size));
-    ISTHMUS_CHECK(p != nullptr);
-    blocks_.push_back({std::unique_ptr<std::byte, Free>(p), size});
+    Block grown;
+    grown.size = size;
+    if (memory_ == kDevice) {
+      absl::StatusOr<DeviceBuffer> buffer = DeviceBuffer::Allocate(static_cast<int64_t>(size));
+      if (!buffer.ok()) {
+        CheckFailed(__FILE__, __LINE__, std::string(buffer.status().message()).c_str());
+      }
+      grown.device = *std::move(buffer);
+    } else {
+      grown.bytes.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, size)));
+      ISTHMUS_CHECK(grown.bytes != nullptr);
+    }
+    blocks_.push_back(std::move(grown));
   }
-  void* out = blocks_[block_].bytes.get() + used_;
+  const Block& block = blocks_[block_];
+  void* out = (memory_ == kDevice ? block.device.data() : block.bytes.get()) + used_;
   used_ += bytes;
   return out;
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scratch memory of a step: a stack of blocks that grows while the first steps run and is then
 // reused, so that a warm step allocates nothing. Not thread-safe: one per step loop. Kernels take
-// scratch for all threads before they start them.
+// scratch for all threads before they start them. A workspace for a device holds device memory; it
+// must have grown before a graph is captured, which no allocation survives.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +11,15 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/core/device.h"
+
 namespace isthmus::kernels {
 
 class Workspace {
  public:
+  enum Memory : uint8_t { kHost, kDevice };
+  explicit Workspace(Memory memory = kHost) : memory_(memory) {}
+
   // Gives back everything that was taken since it was made.
   class Scope {
    public:
@@ -22,7 +28,8 @@ class Workspace {
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
-    // `count` uninitialised objects, aligned to 64 bytes, valid until the scope ends.
+    // `count` uninitialised objects, aligned to 64 bytes (256 on a device), valid until the scope
+    // ends. Check-fails when the memory cannot be had.
     template <typename T>
     T* Take(int64_t count) {
       return static_cast<T*>(workspace_->TakeBytes(static_cast<size_t>(count) * sizeof(T)));
@@ -43,11 +50,13 @@ class Workspace {
     void operator()(std::byte* p) const { std::free(p); }
   };
   struct Block {
-    std::unique_ptr<std::byte, Free> bytes;
+    std::unique_ptr<std::byte, Free> bytes;  // kHost
+    DeviceBuffer device;                     // kDevice
     size_t size = 0;
   };
   void* TakeBytes(size_t bytes);
 
+  const Memory memory_;
   std::vector<Block> blocks_;
   size_t block_ = 0;  // Current block, and bytes used in it.
   size_t used_ = 0;

@@ -45,12 +45,14 @@ struct ExpertsArgs {
   const int32_t* ids = nullptr;    // [tokens, k]
   const float* weights = nullptr;  // [tokens, k]
   int64_t k = 0;
-  std::span<const ExpertWeights> experts;  // [num_experts]
-  const ExpertWeights* shared = nullptr;   // Null: none.
-  float limit = 10.0f;                     // Clamp of the routed experts.
-  float shared_limit = 10.0f;              // Clamp of the shared expert (specification 5.4).
-  MatrixView out;                          // [tokens, hidden]; may be x
-  MatrixView routed;                       // Optional [tokens, hidden]: before the shared expert.
+  std::span<const ExpertWeights> experts;  // [num_experts], the array itself on the host
+  // On a GPU: the same array in device memory.
+  const ExpertWeights* device_experts = nullptr;
+  const ExpertWeights* shared = nullptr;  // Null: none.
+  float limit = 10.0f;                    // Clamp of the routed experts.
+  float shared_limit = 10.0f;             // Clamp of the shared expert (specification 5.4).
+  MatrixView out;                         // [tokens, hidden]; may be x
+  MatrixView routed;                      // Optional [tokens, hidden]: before the shared expert.
   Arithmetic arithmetic = Arithmetic::kReference;
 };
 

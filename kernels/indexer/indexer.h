@@ -25,6 +25,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/core/arithmetic.h"
+#include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
@@ -38,6 +39,7 @@ struct IndexerArgs {
   int64_t dim = 128;
   int64_t topk = 512;  // May exceed the number of entries.
   std::span<const SequenceKv> sequences;
+  const DeviceBatch* device_batch = nullptr;  // On a GPU instead of `sequences`, which are empty.
   EntryPlane key_plane;
   int32_t* selected = nullptr;  // [rows, topk]
   float* scores = nullptr;      // [rows, scores_stride] or null

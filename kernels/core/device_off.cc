@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// device.h without any device.
+#include <utility>
+
+#include "kernels/core/device.h"
+
+namespace isthmus::kernels {
+namespace {
+
+absl::Status NoDevice() {
+  return absl::UnimplementedError("this program was built without CUDA (ISTHMUS_CUDA=off)");
+}
+
+}  // namespace
+
+int NumDevices() { return 0; }
+absl::StatusOr<DeviceProperties> PropertiesOf(int) { return NoDevice(); }
+bool IsRealDevice() { return false; }
+absl::Status UseDevice(int) { return NoDevice(); }
+absl::StatusOr<int64_t> FreeDeviceBytes() { return NoDevice(); }
+
+DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept = default;
+DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept = default;
+DeviceBuffer::~DeviceBuffer() = default;
+absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(int64_t) { return NoDevice(); }
+
+PinnedBuffer::PinnedBuffer(PinnedBuffer&& other) noexcept = default;
+PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept = default;
+PinnedBuffer::~PinnedBuffer() = default;
+absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(int64_t) { return NoDevice(); }
+
+absl::Status CopyToDevice(void*, const void*, int64_t, void*) { return NoDevice(); }
+absl::Status CopyToHost(void*, const void*, int64_t, void*) { return NoDevice(); }
+absl::Status CopyOnDevice(void*, const void*, int64_t, void*) { return NoDevice(); }
+absl::Status FillDevice(void*, int, int64_t, void*) { return NoDevice(); }
+
+absl::StatusOr<DeviceStream> DeviceStream::Create() { return NoDevice(); }
+DeviceStream::DeviceStream(DeviceStream&& other) noexcept = default;
+DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept = default;
+DeviceStream::~DeviceStream() = default;
+absl::Status DeviceStream::Synchronise() const { return NoDevice(); }
+
+absl::StatusOr<DeviceEvent> DeviceEvent::Create() { return NoDevice(); }
+DeviceEvent::DeviceEvent(DeviceEvent&& other) noexcept = default;
+DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept = default;
+DeviceEvent::~DeviceEvent() = default;
+absl::Status DeviceEvent::Record(void*) const { return NoDevice(); }
+absl::StatusOr<bool> DeviceEvent::HasPassed() const { return NoDevice(); }
+absl::Status DeviceEvent::MakeWait(void*) const { return NoDevice(); }
+absl::StatusOr<double> DeviceEvent::MillisecondsSince(const DeviceEvent&) const {
+  return NoDevice();
+}
+
+DeviceGraph::DeviceGraph(DeviceGraph&& other) noexcept = default;
+DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept = default;
+DeviceGraph::~DeviceGraph() = default;
+absl::Status DeviceGraph::BeginCapture(void*) { return NoDevice(); }
+absl::StatusOr<DeviceGraph> DeviceGraph::EndCapture(void*) { return NoDevice(); }
+absl::Status DeviceGraph::Replay(void*) const { return NoDevice(); }
+
+absl::Status LastDeviceError() { return absl::OkStatus(); }
+bool IsStickyError() { return false; }
+void SetEmulatedArch(int) {}
+
+}  // namespace isthmus::kernels

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/core/weight_tiles.h"
+
+#include "services/base/check.h"
+
+namespace isthmus::kernels {
+
+WeightView TileWeight(const WeightView& w, std::byte* tiles_out) {
+  ISTHMUS_CHECK(w.layout == WeightLayout::kRowMajor);
+  std::memset(tiles_out, 0, static_cast<size_t>(TiledBytes(w)));
+  WeightView out = w;
+  out.layout = WeightLayout::kMmaTiles;
+  out.elements = tiles_out;
+  if (IsFp4(w.format)) out.scales = nullptr;
+  const auto* from = static_cast<const uint8_t*>(w.elements);
+  auto* to = reinterpret_cast<uint8_t*>(tiles_out);
+  const int64_t width = w.format == WeightFormat::kF32    ? 4
+                        : w.format == WeightFormat::kBf16 ? 2
+                                                          : 1;
+  const int64_t group = ScaleGroup(w.format);
+  for (int64_t n = 0; n < w.rows; ++n) {
+    const int64_t r = n % kPanelRows;
+    for (int64_t k = 0; k < w.cols; ++k) {
+      uint8_t* tile = to + (TileOf(out, n, k) - static_cast<const uint8_t*>(out.elements));
+      uint8_t* target = tile + ByteInTile(w.format, r, k % TileCols(w.format));
+      if (!IsFp4(w.format)) {
+        std::memcpy(target, from + (n * w.cols + k) * width, static_cast<size_t>(width));
+        continue;
+      }
+      const int code = from[n * (w.cols / 2) + k / 2] >> (4 * (k % 2)) & 15;
+      *target = static_cast<uint8_t>(*target | code << (r >= 8 ? 4 : 0));
+      if (k % group == 0) {
+        tile[ScaleInTile(w.format, r, k % TileCols(w.format))] =
+            w.scales[n * ScaleColumns(w) + ScaleColumn(w, k)];
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace isthmus::kernels
