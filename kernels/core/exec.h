@@ -16,6 +16,8 @@ inline constexpr int kArchCpu = 0;
 inline constexpr int kArchSm90 = 90;
 inline constexpr int kArchSm120 = 120;
 
+inline constexpr int64_t kNumCounters = 65536;
+
 struct ArchRange {
   int begin = 0;
   int end = 0;  // Exclusive.
@@ -38,6 +40,9 @@ struct Exec {
   ThreadPool* threads = nullptr;      // Null: the calling thread alone.
   Workspace* workspace = nullptr;     // Scratch; null: the operation allocates its own (CPU only).
   int num_sms = 0;                    // Multiprocessors of the device; 0 on the CPU.
+  // kNumCounters words of device memory that are 0 between launches: who counts with them
+  // (TakeTurn) leaves them at 0, and touches them only after WaitForPredecessor.
+  unsigned* counters = nullptr;
   // Splits and tiles must not depend on the batch, so that a row has the bits that it has alone.
   bool batch_invariant = false;
 };

@@ -32,6 +32,10 @@ class TestDevice {
     exec_.num_sms = device.num_sms;
     exec_.stream = stream_.get();
     exec_.workspace = &workspace_;
+    counters_ = DeviceBuffer::Allocate(kNumCounters * 4).value();
+    exec_.counters = counters_.as<unsigned>();
+    EXPECT_TRUE(FillDevice(counters_.data(), 0, counters_.bytes(), nullptr).ok());
+    EXPECT_TRUE(DeviceStream().Synchronise().ok());
     exec_.phase = phase;
   }
 
@@ -46,6 +50,7 @@ class TestDevice {
  private:
   DeviceStream stream_;
   Workspace workspace_;
+  DeviceBuffer counters_;
   Exec exec_;
 };
 
@@ -93,11 +98,7 @@ class DeviceCopy {
   static void Check(const absl::Status& status) { ASSERT_TRUE(status.ok()) << status; }
   // Everything of the legacy stream has been done when a copy of pageable memory returns; a fill
   // may be on its way.
-  static void Wait() {
-    uint8_t byte = 0;
-    (void)byte;
-    Check(DeviceStream().Synchronise());
-  }
+  static void Wait() { Check(DeviceStream().Synchronise()); }
   void Allocate(int fill_byte) {
     const int64_t bytes = count_ * static_cast<int64_t>(sizeof(T));
     absl::StatusOr<DeviceBuffer> buffer = DeviceBuffer::Allocate(bytes + 2 * kGuard);
