@@ -86,7 +86,7 @@ void CheckPathNames(const SourceFile& file, std::vector<Finding>* findings) {
   }
 }
 
-enum class Where : uint8_t { kEverywhere, kProduct, kKernels };
+enum class Where : uint8_t { kEverywhere, kProduct, kAboveCore, kKernels };
 
 struct BannedCall {
   absl::string_view name;
@@ -99,7 +99,9 @@ constexpr BannedCall kBannedCalls[] = {
     {"secure_getenv", "the config file and services/base/config.h"},
     {"setenv", "an argument of the library, or its config call"},
     {"cudaDeviceSynchronize", "the step's one synchronisation point"},
-    {"cudaMalloc", "memory allocated at start by the worker"},
+    {"cudaMalloc", "memory allocated at start by the worker", Where::kAboveCore},
+    {"cudaMallocAsync", "memory allocated at start by the worker", Where::kAboveCore},
+    {"cudaMallocHost", "memory allocated at start by the worker", Where::kAboveCore},
     {"sleep_for", "Clock::Sleep"},
     {"sleep_until", "Clock::Sleep"},
     {"usleep", "Clock::Sleep"},
@@ -121,6 +123,11 @@ constexpr BannedCall kBannedCalls[] = {
     {"cos", "kernels/core/math.h", Where::kKernels},
     {"cosf", "kernels/core/math.h", Where::kKernels},
     {"tanh", "kernels/core/math.h", Where::kKernels},
+    {"__expf", "kernels/core/math-inl.h", Where::kKernels},
+    {"__logf", "kernels/core/math-inl.h", Where::kKernels},
+    {"__sinf", "kernels/core/math-inl.h", Where::kKernels},
+    {"__cosf", "kernels/core/math-inl.h", Where::kKernels},
+    {"__powf", "kernels/core/math-inl.h", Where::kKernels},
 };
 
 bool Applies(const BannedCall& call, absl::string_view path, bool is_test) {
@@ -129,6 +136,8 @@ bool Applies(const BannedCall& call, absl::string_view path, bool is_test) {
       return true;
     case Where::kProduct:
       return !is_test;
+    case Where::kAboveCore:  // Where the memory of a device is taken.
+      return !is_test && !absl::StartsWith(path, "kernels/core/");
     case Where::kKernels:  // A definition says in f64 what is meant, with whatever is exact enough.
       return absl::StartsWith(path, "kernels/") && !is_test &&
              !absl::EndsWith(path, "_definition.cc");

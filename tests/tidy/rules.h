@@ -46,6 +46,10 @@ std::vector<Finding> CheckBannedCalls(const SourceTree& tree);
 // Tests skip with a reason and are never disabled by name.
 std::vector<Finding> CheckSkips(const SourceTree& tree);
 
+// ---- cuda_rules.cc
+// Outside kernels/core: no header of CUDA's, no <<<>>>, no PTX; the emulator could not follow.
+std::vector<Finding> CheckCuda(const SourceTree& tree);
+
 // ---- record_rules.cc
 // Documents within their length; every decision record is linked.
 std::vector<Finding> CheckDocuments(const SourceTree& tree);

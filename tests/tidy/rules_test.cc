@@ -180,6 +180,17 @@ TEST(BannedCallsTest, KeepsLibmOutOfKernels) {
   EXPECT_THAT(CheckBannedCalls(TreeOf("kernels/gate/gate_cpu.cc", "y = std::sqrt(x);")), IsEmpty());
 }
 
+TEST(CudaTest, KeepsKernelsWhereTheEmulatorCanFollow) {
+  EXPECT_THAT(CheckCuda(TreeOf("kernels/gate/gate.cu", "#include <cuda_bf16.h>")), SizeIs(1));
+  EXPECT_THAT(CheckCuda(TreeOf("kernels/gate/gate.cu", "Kernel<<<1, 32>>>(p);")), SizeIs(1));
+  EXPECT_THAT(CheckCuda(TreeOf("kernels/gate/gate.cu", "asm volatile(\"bar.sync\");")), SizeIs(1));
+  EXPECT_THAT(CheckCuda(TreeOf("kernels/gate/gate.cu", "s << a << b;  // <<< asm")), IsEmpty());
+  EXPECT_THAT(CheckCuda(TreeOf("kernels/core/mma.cuh", "asm volatile(\"mma\");")), IsEmpty());
+  EXPECT_THAT(CheckBannedCalls(TreeOf("kernels/gate/gate.cu", "cudaMalloc(&p, n);")), SizeIs(1));
+  EXPECT_THAT(CheckBannedCalls(TreeOf("kernels/core/a.cc", "cudaMalloc(&p, n);")), IsEmpty());
+  EXPECT_THAT(CheckBannedCalls(TreeOf("kernels/gate/a_test.cu", "cudaMalloc(&p, n);")), IsEmpty());
+}
+
 TEST(SkipsTest, WantReasons) {
   const std::string skip = absl::StrCat("GTEST_", "SKIP()");
   EXPECT_THAT(CheckSkips(TreeOf("a.cc", skip + ";")), SizeIs(1));

@@ -163,7 +163,8 @@ bool IsSource(const SourceFile& file) {
 bool IsTestCode(absl::string_view path) {
   return absl::StartsWith(path, "tests/") || absl::StartsWith(BaseNameOf(path), "testing_") ||
          absl::StrContains(path, "/testing/") || absl::EndsWith(path, "_test.cc") ||
-         absl::EndsWith(path, "_fuzz.cc") || absl::EndsWith(path, "_bench.cc");
+         absl::EndsWith(path, "_test.cu") || absl::EndsWith(path, "_fuzz.cc") ||
+         absl::EndsWith(path, "_bench.cc");
 }
 
 absl::string_view IncludedPath(absl::string_view line) {

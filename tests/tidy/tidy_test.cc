@@ -42,6 +42,7 @@ TEST(TidyTest, NoFileNamesAPathOfOneMachine) { EXPECT_TRUE(Holds(CheckNoMachineP
 TEST(TidyTest, NamesSayWhatThingsAre) { EXPECT_TRUE(Holds(CheckNames(Tree()))); }
 TEST(TidyTest, NoCallThatHasAReplacement) { EXPECT_TRUE(Holds(CheckBannedCalls(Tree()))); }
 TEST(TidyTest, SkipsHaveReasons) { EXPECT_TRUE(Holds(CheckSkips(Tree()))); }
+TEST(TidyTest, KernelsCanBeEmulated) { EXPECT_TRUE(Holds(CheckCuda(Tree()))); }
 TEST(TidyTest, DocumentsAreShortAndRecordsLinked) { EXPECT_TRUE(Holds(CheckDocuments(Tree()))); }
 TEST(TidyTest, DocumentsNameWhatExists) { EXPECT_TRUE(Holds(CheckNamedPaths(Tree()))); }
 TEST(TidyTest, FuzzTargetsHaveSeeds) { EXPECT_TRUE(Holds(CheckFuzzSeeds(Tree()))); }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # How `.cu` files become objects, chosen by ISTHMUS_CUDA:
 #   off       they are not compiled; the tables of variants have no CUDA row that can be launched;
-#   emulated  the C++ compiler compiles them as C++, and kernels/core/emulator/ runs them on the CPU;
+#   emulated  the C++ compiler takes them as C++, and kernels/core/emulator/ runs them on the CPU;
 #   nvcc      nvcc compiles them for every architecture in ISTHMUS_CUDA_ARCHS.
 # Included by IsthmusTargets.cmake.
 
@@ -23,7 +23,6 @@ if(ISTHMUS_CUDA STREQUAL "emulated")
   find_package(Boost REQUIRED COMPONENTS context)
   target_link_libraries(isthmus_cuda_runtime INTERFACE Boost::context)
   add_compile_definitions(ISTHMUS_EMULATED=1)
-  add_compile_options(-Wno-unknown-pragmas)  # #pragma unroll
 endif()
 
 if(ISTHMUS_CUDA STREQUAL "nvcc")
@@ -36,15 +35,18 @@ if(ISTHMUS_CUDA STREQUAL "nvcc")
   get_filename_component(toolkit ${ISTHMUS_NVCC} REALPATH)
   get_filename_component(toolkit ${toolkit} DIRECTORY)
   get_filename_component(toolkit ${toolkit} DIRECTORY)
-  find_library(ISTHMUS_CUDART libcudart_static.a REQUIRED NO_DEFAULT_PATH
+  find_library(ISTHMUS_CUDART libcudart_static.a REQUIRED NO_DEFAULT_PATH NO_CACHE
                PATHS ${toolkit}/lib64 ${toolkit}/lib ${toolkit}/targets/x86_64-linux/lib)
   target_include_directories(isthmus_cuda_runtime SYSTEM INTERFACE ${toolkit}/include)
   target_link_libraries(isthmus_cuda_runtime INTERFACE ${ISTHMUS_CUDART} dl rt Threads::Threads)
 
   # NCCL, for tensor parallelism over several devices; optional.
-  find_path(ISTHMUS_NCCL_INCLUDE nccl.h HINTS ${toolkit}/include ${toolkit}/../nccl/include)
-  find_library(ISTHMUS_NCCL NAMES nccl libnccl.so.2
-               HINTS ${toolkit}/lib64 ${toolkit}/lib ${toolkit}/../nccl/lib)
+  set(ISTHMUS_NCCL_ROOT "" CACHE PATH "A folder with include/nccl.h and lib/libnccl.so")
+  find_path(ISTHMUS_NCCL_INCLUDE nccl.h NO_CACHE
+            HINTS ${ISTHMUS_NCCL_ROOT}/include ${toolkit}/include ${toolkit}/../nccl/include)
+  find_library(ISTHMUS_NCCL NAMES nccl libnccl.so.2 NO_CACHE
+               HINTS ${ISTHMUS_NCCL_ROOT}/lib ${toolkit}/lib64 ${toolkit}/lib
+                     ${toolkit}/../nccl/lib)
   if(ISTHMUS_NCCL AND ISTHMUS_NCCL_INCLUDE)
     add_library(isthmus_nccl INTERFACE)
     target_include_directories(isthmus_nccl SYSTEM INTERFACE ${ISTHMUS_NCCL_INCLUDE})
@@ -67,6 +69,8 @@ if(ISTHMUS_CUDA STREQUAL "nvcc")
     list(APPEND ISTHMUS_NVCC_FLAGS -gencode arch=compute_${arch},code=sm_${arch})
   endforeach()
 endif()
+
+add_custom_target(cuda_objects)  # All that nvcc compiles.
 
 # isthmus_nvcc_object(<target> <source>): one object of the target. CMake's own CUDA language is not
 # used: version 3.25 knows neither sm_120a nor the folders of the wheels, and it does not keep what
@@ -95,6 +99,17 @@ function(isthmus_nvcc_object target source)
     COMMAND_EXPAND_LISTS VERBATIM)
   set_source_files_properties(${object} PROPERTIES GENERATED TRUE EXTERNAL_OBJECT TRUE)
   target_sources(${target} PRIVATE ${object})
+  set_property(TARGET ${target} APPEND PROPERTY ISTHMUS_CUDA_OBJECTS ${object})
+  get_target_property(type ${target} TYPE)
+  if(NOT type STREQUAL "EXECUTABLE")  # Kernels of tests are nobody's burden.
+    set_property(GLOBAL APPEND_STRING PROPERTY ISTHMUS_PTXAS_REPORTS "${source} ${report}\n")
+  endif()
+endfunction()
+
+# Called last of all: writes ptxas_reports, a line "<source> <report>" per object of the libraries.
+function(isthmus_list_ptxas_reports)
+  get_property(reports GLOBAL PROPERTY ISTHMUS_PTXAS_REPORTS)
+  file(WRITE ${PROJECT_BINARY_DIR}/ptxas_reports "${reports}")
 endfunction()
 
 # isthmus_cuda_sources(<target> <a.cu> ...): adds them as ISTHMUS_CUDA says.
@@ -109,6 +124,10 @@ function(isthmus_cuda_sources target)
     foreach(source IN LISTS ARGN)
       isthmus_nvcc_object(${target} ${source})
     endforeach()
+    get_target_property(objects ${target} ISTHMUS_CUDA_OBJECTS)
+    add_custom_target(${target}_cuda DEPENDS ${objects})
+    add_dependencies(${target} ${target}_cuda)
+    add_dependencies(cuda_objects ${target}_cuda)
   endif()
   get_target_property(type ${target} TYPE)
   if(type STREQUAL "EXECUTABLE")

@@ -21,9 +21,10 @@ if(ISTHMUS_CCACHE)
 endif()
 
 # One floor for all machines: FMA and F16C always exist, so every SIMD target rounds alike; nothing
-# is contracted behind our back (kernels/decisions/0001-summation-order.md).
-add_compile_options(-Wall -Wextra -Wshadow -Werror -march=x86-64-v3 -maes -mpclmul
-                    -ffp-contract=off -fno-omit-frame-pointer)
+# is contracted behind our back (kernels/decisions/0001-summation-order.md). Kernels hold pragmas of
+# CUDA; that is said for every build, so that ccache shares between them what they share.
+add_compile_options(-Wall -Wextra -Wshadow -Werror -Wno-unknown-pragmas -march=x86-64-v3 -maes
+                    -mpclmul -ffp-contract=off -fno-omit-frame-pointer)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   # libstdc++ 12's own std::stable_sort uses a function that it deprecates.
   add_compile_options(-Wno-deprecated-declarations)
@@ -75,9 +76,9 @@ function(isthmus_program name)
   install(TARGETS ${name} RUNTIME DESTINATION bin)
 endfunction()
 
-# isthmus_test(<name> LABEL <label> SRCS ... [CUDA_SRCS a.cu ...] [DEPS ...]): one GoogleTest binary,
-# one CTest test.
-# One CTest entry per binary keeps start-up cost low; `tests/run` counts the cases inside.
+# isthmus_test(<name> LABEL <label> SRCS ... [CUDA_SRCS a.cu ...] [DEPS ...] [TIMEOUT <s>]): one
+# GoogleTest binary, one CTest test. One CTest entry per binary keeps start-up cost low; `tests/run`
+# counts the cases inside.
 function(isthmus_test name)
   if(NOT ISTHMUS_BUILD_TESTS)
     return()
