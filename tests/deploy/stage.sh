@@ -9,7 +9,7 @@ staged=$scratch/staged
 # What `cmake --install` writes, under a root of its own, with the distribution's units beside it.
 stage_root() {
   mkdir -p "$staged/etc" "$staged/usr/lib/systemd/system"
-  DESTDIR=$staged cmake --install build/test --prefix /usr >"$logs/staged.log" || return 1
+  DESTDIR=$staged cmake --install build/demo --prefix /usr >"$logs/staged.log" || return 1
   cp -rn /lib/systemd/system/. "$staged/usr/lib/systemd/system/"
 }
 
@@ -152,6 +152,7 @@ tool_cases() {
 
 stage_deploy() {
   local check failed=0
+  build_product || return 1
   one_case "staged root" stage_root || return 1
   for check in config_reference values_schema unknown_keys units hardening account servers \
     metric_names; do
