@@ -7,8 +7,6 @@
 #include <boost/context/fiber.hpp>
 #include <boost/context/fixedsize_stack.hpp>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -18,6 +16,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "services/base/check.h"
 
 namespace isthmus::kernels::emulator {
 namespace {
@@ -282,9 +281,7 @@ void Fail(const char* what) {
     place = absl::StrCat(" (block ", block->index.x, ", ", block->index.y, ", ", block->index.z,
                          ", thread ", block->running, ")");
   }
-  std::fprintf(stderr, "emulated kernel%s: %s\n", place.c_str(), what);
-  std::fflush(stderr);
-  std::abort();
+  CheckFailed(__FILE__, __LINE__, absl::StrCat("emulated kernel", place, ": ", what).c_str());
 }
 
 void SyncBlock(int id, int threads) {
