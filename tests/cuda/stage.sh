@@ -33,9 +33,10 @@ find_nvcc() {
 
 # Leaves a folder with NCCL in `nccl`, or nothing where nvcc's toolkit or the system has its own.
 find_nccl() {
-  local header
+  local header toolkit
   nccl=""
-  for header in "$(dirname "$nvcc")/../include/nccl.h" /usr/include/nccl.h; do
+  toolkit=$("$nvcc" -v --dryrun none.cu 2>&1 | sed -n 's/^#. TOP=//p')
+  for header in "$toolkit/include/nccl.h" /usr/include/nccl.h; do
     [ ! -f "$header" ] || return 0
   done
   [ -n "$(in_wheels nccl/include/nccl.h)" ] || install_wheels nvidia-nccl || return 0

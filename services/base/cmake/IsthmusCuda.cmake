@@ -31,10 +31,13 @@ if(ISTHMUS_CUDA STREQUAL "nvcc")
   if(NOT nvcc_version MATCHES "release 13\\.")
     message(FATAL_ERROR "${ISTHMUS_NVCC} is not of CUDA 13: ${nvcc_version}")
   endif()
-  # An installed toolkit has lib64, NVIDIA's wheels on PyPI have lib; both lie beside nvcc's folder.
-  get_filename_component(toolkit ${ISTHMUS_NVCC} REALPATH)
-  get_filename_component(toolkit ${toolkit} DIRECTORY)
-  get_filename_component(toolkit ${toolkit} DIRECTORY)
+  # nvcc itself says where its toolkit lies, since it may be a link or a script. An installed toolkit
+  # has lib64, NVIDIA's wheels on PyPI have lib.
+  execute_process(COMMAND ${ISTHMUS_NVCC} -v --dryrun none.cu ERROR_VARIABLE said OUTPUT_QUIET)
+  if(NOT said MATCHES "#. TOP=([^\r\n]*)")
+    message(FATAL_ERROR "${ISTHMUS_NVCC} does not say where its toolkit is: ${said}")
+  endif()
+  get_filename_component(toolkit ${CMAKE_MATCH_1} REALPATH)
   find_library(ISTHMUS_CUDART libcudart_static.a REQUIRED NO_DEFAULT_PATH NO_CACHE
                PATHS ${toolkit}/lib64 ${toolkit}/lib ${toolkit}/targets/x86_64-linux/lib)
   target_include_directories(isthmus_cuda_runtime SYSTEM INTERFACE ${toolkit}/include)
