@@ -26,6 +26,7 @@ absl::Status CheckRows(absl::string_view name, const MatrixView& view) {
 }
 
 constexpr RmsNormVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchRmsNormCuda},
     {nullptr, kCpuOnly, nullptr, LaunchRmsNormCpu},
 };
 

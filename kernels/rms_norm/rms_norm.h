@@ -4,10 +4,13 @@
 //   out[t, d] = round( x[t, d] / sqrt(mean(x[t, :]^2) + epsilon) * weight[d] )
 //
 // Shapes     x, out: [tokens, hidden]. weight: [hidden], or empty: no weight (the per-head query
-// norm). Types      x, weight, out: f32. The weight is stored as bf16 and held as f32. Layout Rows
-// may be strided. The last axis is contiguous. Aliasing   out may be x. Nothing else may overlap.
+//            norm).
+// Types      x, weight, out: f32. The weight is stored as bf16 and held as f32.
+// Layout     Rows may be strided. The last axis is contiguous.
+// Aliasing   out may be x. Nothing else may overlap.
 // Numerics   The sum of squares has 16 partial sums in f32. In reference arithmetic the result is
-//            rounded once to bf16 (model specification 2.6, 3.1).
+//            rounded once to bf16 (model specification 2.6, 3.1). The trusted path of a GPU has
+//            the bits of the CPU's.
 // Workspace  None.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.

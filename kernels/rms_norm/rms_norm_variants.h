@@ -21,5 +21,11 @@ std::span<const RmsNormVariant> RmsNormVariants();
 
 absl::Status ValidateRmsNorm(const RmsNormArgs& args);
 absl::Status LaunchRmsNormCpu(const RmsNormArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchRmsNormCuda(const RmsNormArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchRmsNormCuda)(const RmsNormArgs&, const Exec&) = nullptr;
+#endif
 
 }  // namespace isthmus::kernels
