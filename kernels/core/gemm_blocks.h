@@ -33,17 +33,6 @@ struct alignas(64) GemmScratch {
   uint8_t scale_bytes[kFusedPanels][kMaxGroups * kPanelRows];
 };
 
-// Elements along K that are summed before the scale is applied.
-inline int64_t SumGroup(const WeightView& w) {
-  switch (w.format) {
-    case WeightFormat::kMxfp4:
-      return 32;
-    case WeightFormat::kNvfp4:
-      return w.is_mxfp4_cast ? 32 : 16;
-    default:
-      return 128;
-  }
-}
 // Stored scales per summed group.
 inline int64_t ScaleStride(const WeightView& w) { return w.is_mxfp4_cast ? 2 : 1; }
 

@@ -89,6 +89,17 @@ ISTHMUS_HOST_DEVICE inline int64_t ScaleColumns(const WeightView& w) {
 ISTHMUS_HOST_DEVICE inline int64_t ScaleColumn(const WeightView& w, int64_t k) {
   return (w.first_col + k) / ScaleGroup(w.format);
 }
+// Elements along K that are summed before the scale is applied (kernels/core/gemm.h).
+ISTHMUS_HOST_DEVICE inline int64_t SumGroup(const WeightView& w) {
+  switch (w.format) {
+    case WeightFormat::kMxfp4:
+      return 32;
+    case WeightFormat::kNvfp4:
+      return w.is_mxfp4_cast ? 32 : 16;
+    default:
+      return 128;
+  }
+}
 // True when the reference arithmetic quantises the input of this linear (specification 2.7).
 ISTHMUS_HOST_DEVICE inline bool QuantisesInput(WeightFormat format) {
   return ScaleGroup(format) != 0;

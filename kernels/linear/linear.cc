@@ -12,6 +12,7 @@ namespace {
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr LinearVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchLinearCuda},
     {nullptr, kCpuOnly, nullptr, LaunchLinearCpu},  // linear_cpu.cc: one fixed summation order
 };
 
@@ -102,6 +103,24 @@ absl::Status Linear(const LinearArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateLinear(args));
   ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant, Choose(LinearVariants(), args, exec));
   return variant->launch(args, exec);
+}
+
+absl::Status QuantiseActivation(const MatrixView& x, const MatrixView& out, const Exec& exec) {
+  if (x.dtype != DType::kF32 || out.dtype != DType::kF32) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("quantise_activation: x has type ", static_cast<int>(x.dtype), ", out ",
+                     static_cast<int>(out.dtype), "; both must be f32 (0)"));
+  }
+  if (x.rows != out.rows || x.cols != out.cols) {
+    return absl::InvalidArgumentError(absl::StrCat("quantise_activation: x is [", x.rows, ", ",
+                                                   x.cols, "], out is [", out.rows, ", ", out.cols,
+                                                   "]"));
+  }
+  if (!IsDevice(exec.arch)) {
+    QuantiseActivationCpu(x, out, exec);
+    return absl::OkStatus();
+  }
+  return LaunchQuantiseActivationCuda(x, out, exec);
 }
 
 }  // namespace isthmus::kernels

@@ -9,7 +9,8 @@
 // Aliasing   Nothing may overlap.
 // Numerics   q is the e4m3 1x128 power-of-two round trip when quantise_input is set (reference
 //            arithmetic, fp8 and fp4 weights; model specification 2.7), else the identity. Sums as
-//            in kernels/core/gemm.h. round is to bf16 when round_output is set, else nothing.
+//            in kernels/core/gemm.h; the trusted path of a GPU has the bits of the CPU's. round is
+//            to bf16 when round_output is set, else nothing.
 // Workspace  tokens * K floats when quantise_input is set.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.

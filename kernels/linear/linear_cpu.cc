@@ -2,7 +2,6 @@
 // The trusted CPU path, the one that serves: quantise into scratch, multiply, round in place.
 #include <algorithm>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/core/formats.h"
 #include "kernels/core/gemm.h"
 #include "kernels/core/quantise.h"
@@ -15,7 +14,9 @@ namespace {
 // Rows per item of an elementwise loop: about 32 K elements, a few microseconds.
 int64_t RowGrain(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(cols, 1)); }
 
-void QuantiseRows(const MatrixView& x, const MatrixView& out, const Exec& exec) {
+}  // namespace
+
+void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exec& exec) {
   ParallelFor(exec, x.rows, RowGrain(x.cols), [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       RoundTripFp8Row(x.f32(t), x.cols, kActivationGroup, out.f32(t));
@@ -23,14 +24,12 @@ void QuantiseRows(const MatrixView& x, const MatrixView& out, const Exec& exec) 
   });
 }
 
-}  // namespace
-
 absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec) {
   Workspace::Scope scope(exec.workspace);
   MatrixView x = args.x;
   if (args.quantise_input) {
     x = F32Matrix(scope.Take<float>(x.rows * x.cols), x.rows, x.cols);
-    QuantiseRows(args.x, x, exec);
+    QuantiseActivationCpu(args.x, x, exec);
   }
   Gemm(x, args.weight, args.out, exec);
   if (args.round_output) {
@@ -39,21 +38,6 @@ absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec) {
       for (int64_t t = begin; t < end; ++t) RoundBf16Row(out.f32(t), out.cols, out.f32(t));
     });
   }
-  return absl::OkStatus();
-}
-
-absl::Status QuantiseActivation(const MatrixView& x, const MatrixView& out, const Exec& exec) {
-  if (x.dtype != DType::kF32 || out.dtype != DType::kF32) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("quantise_activation: x has type ", static_cast<int>(x.dtype), ", out ",
-                     static_cast<int>(out.dtype), "; both must be f32 (0)"));
-  }
-  if (x.rows != out.rows || x.cols != out.cols) {
-    return absl::InvalidArgumentError(absl::StrCat("quantise_activation: x is [", x.rows, ", ",
-                                                   x.cols, "], out is [", out.rows, ", ", out.cols,
-                                                   "]"));
-  }
-  QuantiseRows(x, out, exec);
   return absl::OkStatus();
 }
 

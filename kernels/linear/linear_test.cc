@@ -15,6 +15,7 @@
 #include "kernels/testing/golden_file.h"
 #include "kernels/testing/inputs.h"
 #include "kernels/testing/simd_targets.h"
+#include "kernels/testing/variants.h"
 
 namespace isthmus::kernels {
 namespace {
@@ -220,7 +221,6 @@ class LinearVariantTest : public ::testing::TestWithParam<std::tuple<LinearVaria
 
 TEST_P(LinearVariantTest, StaysWithinItsBound) {
   const auto& [variant, c] = GetParam();
-  if (variant.arches.begin != kArchCpu) GTEST_SKIP() << "needs sm_" << variant.arches.begin;
   const OwnedWeight stored = testing::RandomWeight(7, c.format, c.rows, c.cols);
   const OwnedWeight weight = testing::Packed(stored.view);
   std::vector<float> x = testing::OutlierValues(8, c.tokens * c.cols);
@@ -277,11 +277,11 @@ std::string BoundCaseName(
   const auto& [variant, c] = info.param;
   return std::string(variant.patch == nullptr ? "trusted_" : "patch_") + c.name;
 }
-INSTANTIATE_TEST_SUITE_P(Table, LinearVariantTest,
-                         ::testing::Combine(::testing::ValuesIn(LinearVariants().begin(),
-                                                                LinearVariants().end()),
-                                            ::testing::ValuesIn(kBoundCases)),
-                         BoundCaseName);
+INSTANTIATE_TEST_SUITE_P(
+    Table, LinearVariantTest,
+    ::testing::Combine(::testing::ValuesIn(testing::CpuVariants(LinearVariants())),
+                       ::testing::ValuesIn(kBoundCases)),
+    BoundCaseName);
 
 // Two output groups of 64 rows share one block of 128 scale rows: the second group must not read
 // the block after it.

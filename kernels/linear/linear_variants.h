@@ -20,5 +20,19 @@ absl::Status ValidateLinear(const LinearArgs& args);
 std::span<const LinearVariant> LinearVariants();
 
 absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec);
+void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exec& exec);
+
+// In a build without CUDA null, so that the row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchLinearCuda(const LinearArgs& args, const Exec& exec);
+absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView& out,
+                                          const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchLinearCuda)(const LinearArgs&, const Exec&) = nullptr;
+inline absl::Status LaunchQuantiseActivationCuda(const MatrixView&, const MatrixView&,
+                                                 const Exec&) {
+  return absl::UnimplementedError("quantise_activation: built without CUDA");
+}
+#endif
 
 }  // namespace isthmus::kernels
