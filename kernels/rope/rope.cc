@@ -52,6 +52,7 @@ absl::Status CheckPositions(const RopeArgs& args) {
 }
 
 constexpr RopeVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchRopeCuda},
     {nullptr, kCpuOnly, nullptr, LaunchRopeCpu},
 };
 
@@ -85,7 +86,7 @@ std::vector<float> RopeFrequencies(const RopeTableParams& params) {
 
 std::span<const RopeVariant> RopeVariants() { return kVariants; }
 
-absl::Status ValidateRope(const RopeArgs& args) {
+absl::Status ValidateRope(const RopeArgs& args, int arch) {
   if (args.x.dtype != DType::kF32) {
     return absl::InvalidArgumentError(
         absl::StrCat("rope: x must be f32, has dtype ", static_cast<int>(args.x.dtype)));
@@ -112,11 +113,11 @@ absl::Status ValidateRope(const RopeArgs& args) {
     return absl::InvalidArgumentError(
         absl::StrCat("rope: x has ", args.x.rows, " rows and null data"));
   }
-  return CheckPositions(args);
+  return IsDevice(arch) ? absl::OkStatus() : CheckPositions(args);
 }
 
 absl::Status Rope(const RopeArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateRope(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateRope(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const RopeVariant* variant, Choose(RopeVariants(), args, exec));
   return variant->launch(args, exec);
 }

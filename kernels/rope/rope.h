@@ -13,6 +13,8 @@
 //            converted to f32, then multiplied); sin and cos of that f32
 //            angle with full range reduction (model specification 3.3), rounded to f32; the
 //            rotation in f32. In reference arithmetic the rotated elements are rounded to bf16.
+//            The trusted path of a GPU has the bits of the CPU's.
+// Devices    positions and frequency are device memory; positions are not checked there.
 // Workspace  None: a table of one token, at most 64 pairs, lies on the stack.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract, or a position

@@ -22,7 +22,14 @@ struct RopeVariant {
 // Fastest first within an architecture; each architecture ends in its trusted path.
 std::span<const RopeVariant> RopeVariants();
 
-absl::Status ValidateRope(const RopeArgs& args);
+// `arch` is that of the Exec: on a device only shapes are checked, not what stands in its memory.
+absl::Status ValidateRope(const RopeArgs& args, int arch = kArchCpu);
 absl::Status LaunchRopeCpu(const RopeArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchRopeCuda(const RopeArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchRopeCuda)(const RopeArgs&, const Exec&) = nullptr;
+#endif
 
 }  // namespace isthmus::kernels
