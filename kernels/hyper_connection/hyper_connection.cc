@@ -12,9 +12,9 @@ namespace {
 // More passes than any model uses; a bound, so that a bad configuration cannot hang a step.
 constexpr int kMaxSinkhornIterations = 1000;
 
-absl::Status CheckMatrix(absl::string_view name, const MatrixView& view, int64_t rows,
-                         int64_t cols) {
-  if (view.dtype != DType::kF32) {
+absl::Status CheckMatrix(absl::string_view name, const MatrixView& view, int64_t rows, int64_t cols,
+                         bool may_be_bf16 = false) {
+  if (view.dtype != DType::kF32 && !(may_be_bf16 && view.dtype == DType::kBf16)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "hyper_connection: ", name, " must be f32, has dtype ", static_cast<int>(view.dtype)));
   }
@@ -43,18 +43,24 @@ absl::Status CheckVector(absl::string_view name, const VectorView& view, int64_t
   return absl::OkStatus();
 }
 
+// On a GPU, values that are on the bf16 grid anyway may be stored so.
+bool MayBeBf16(Arithmetic arithmetic, int arch) {
+  return IsDevice(arch) && arithmetic == Arithmetic::kReference;
+}
+
 // What pre and the stream head share: streams, fn, scale, base, the epsilons and x.
 template <typename Args>
-absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales) {
+absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales, int arch) {
   const int64_t hidden = args.x.cols;
+  const bool bf16 = MayBeBf16(args.arithmetic, arch);
   if (args.streams.rows < 0 || hidden < 1) {
     return absl::InvalidArgumentError(absl::StrCat("hyper_connection: ", args.streams.rows,
                                                    " tokens of hidden ", hidden,
                                                    "; hidden must be at least 1"));
   }
   ISTHMUS_RETURN_IF_ERROR(
-      CheckMatrix("streams", args.streams, args.streams.rows, kNumStreams * hidden));
-  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x, args.streams.rows, hidden));
+      CheckMatrix("streams", args.streams, args.streams.rows, kNumStreams * hidden, bf16));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x, args.streams.rows, hidden, bf16));
   if (args.fn.format != WeightFormat::kF32 || args.fn.elements == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat("hyper_connection: fn must be f32, has format ",
                                                    static_cast<int>(args.fn.format)));
@@ -76,12 +82,15 @@ absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales) {
 
 constexpr HyperConnectionVariant<HyperConnectionPreArgs> kPreVariants[] = {
     {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionPreCpu},
+    {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionPreCuda},
 };
 constexpr HyperConnectionVariant<HyperConnectionPostArgs> kPostVariants[] = {
     {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionPostCpu},
+    {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionPostCuda},
 };
 constexpr HyperConnectionVariant<HyperConnectionHeadArgs> kHeadVariants[] = {
     {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionHeadCpu},
+    {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionHeadCuda},
 };
 
 }  // namespace
@@ -96,8 +105,8 @@ std::span<const HyperConnectionVariant<HyperConnectionHeadArgs>> HyperConnection
   return kHeadVariants;
 }
 
-absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args) {
-  ISTHMUS_RETURN_IF_ERROR(CheckMix(args, kNumMixes, 3));
+absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args, int arch) {
+  ISTHMUS_RETURN_IF_ERROR(CheckMix(args, kNumMixes, 3, arch));
   if (args.sinkhorn_iterations < 1 || args.sinkhorn_iterations > kMaxSinkhornIterations) {
     return absl::InvalidArgumentError(absl::StrCat("hyper_connection: sinkhorn_iterations is ",
                                                    args.sinkhorn_iterations, "; it must be in [1, ",
@@ -107,20 +116,25 @@ absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args) {
   return CheckMatrix("comb", args.comb, args.streams.rows, int64_t{kNumStreams} * kNumStreams);
 }
 
-absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args) {
+absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args, int arch) {
   const int64_t tokens = args.y.rows;
   const int64_t hidden = args.y.cols;
   if (tokens < 0 || hidden < 1) {
     return absl::InvalidArgumentError(absl::StrCat("hyper_connection: y is [", tokens, ", ", hidden,
                                                    "]; hidden must be at least 1"));
   }
-  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("y", args.y, tokens, hidden));
-  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("streams", args.streams, tokens, kNumStreams * hidden));
+  const bool bf16 = MayBeBf16(args.arithmetic, arch);
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("y", args.y, tokens, hidden, bf16));
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("streams", args.streams, tokens, kNumStreams * hidden, bf16));
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("post", args.post, tokens, kNumStreams));
   ISTHMUS_RETURN_IF_ERROR(
       CheckMatrix("comb", args.comb, tokens, int64_t{kNumStreams} * kNumStreams));
-  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, tokens, kNumStreams * hidden));
-  if (args.out.data == args.streams.data && args.out.row_stride != args.streams.row_stride) {
+  ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, tokens, kNumStreams * hidden, bf16));
+  const bool in_place = args.out.data == args.streams.data;
+  if (in_place && args.out.dtype != args.streams.dtype) {
+    return absl::InvalidArgumentError("hyper_connection: out is streams in another type");
+  }
+  if (in_place && args.out.row_stride != args.streams.row_stride) {
     return absl::InvalidArgumentError(
         absl::StrCat("hyper_connection: out is streams with row stride ", args.out.row_stride,
                      " instead of ", args.streams.row_stride));
@@ -128,24 +142,24 @@ absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args) {
   return absl::OkStatus();
 }
 
-absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args) {
-  return CheckMix(args, kNumStreams, 1);
+absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args, int arch) {
+  return CheckMix(args, kNumStreams, 1, arch);
 }
 
 absl::Status HyperConnectionPre(const HyperConnectionPreArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPre(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPre(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionPreVariants(), args, exec));
   return variant->launch(args, exec);
 }
 
 absl::Status HyperConnectionPost(const HyperConnectionPostArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPost(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionPost(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionPostVariants(), args, exec));
   return variant->launch(args, exec);
 }
 
 absl::Status HyperConnectionHead(const HyperConnectionHeadArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionHead(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateHyperConnectionHead(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const auto* variant, Choose(HyperConnectionHeadVariants(), args, exec));
   return variant->launch(args, exec);
 }

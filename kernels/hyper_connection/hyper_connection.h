@@ -12,7 +12,8 @@
 // Shapes     streams: [tokens, 4 * hidden]. fn: [24 or 4, 4 * hidden]. scale: [3 or 1].
 //            base: [24 or 4]. post: [tokens, 4]. comb: [tokens, 16], comb[source * 4 +
 //            destination]. x, y: [tokens, hidden].
-// Types      f32. post and comb are never rounded.
+// Types      f32. post and comb are never rounded. On a GPU, in reference arithmetic, streams, x, y
+//            and out may each be bf16 instead.
 // Layout     Rows may be strided.
 // Aliasing   HyperConnectionPost may write streams in place. Nothing else may overlap.
 // Numerics   f32; the mix as in kernels/core/gemm.h; round is to bf16 in reference arithmetic.

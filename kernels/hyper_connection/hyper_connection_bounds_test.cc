@@ -144,7 +144,7 @@ TEST(HyperConnectionHeadTest, RefusesShapesThatDisagree) {
 }
 
 TEST(HyperConnectionTest, SaysWhenAnArchitectureHasNoVariant) {
-  const Exec exec = {.arch = 90};
+  const Exec exec = {.arch = 5};  // Older than any CUDA device.
   EXPECT_EQ(HyperConnectionPre(PreCase(1, 1, 8).Args(), exec).code(),
             absl::StatusCode::kUnimplemented);
   EXPECT_EQ(HyperConnectionPost(PostCase(1, 1, 8).Args(), exec).code(),

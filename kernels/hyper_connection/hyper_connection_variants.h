@@ -22,12 +22,25 @@ std::span<const HyperConnectionVariant<HyperConnectionPreArgs>> HyperConnectionP
 std::span<const HyperConnectionVariant<HyperConnectionPostArgs>> HyperConnectionPostVariants();
 std::span<const HyperConnectionVariant<HyperConnectionHeadArgs>> HyperConnectionHeadVariants();
 
-absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args);
-absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args);
-absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args);
+absl::Status ValidateHyperConnectionPre(const HyperConnectionPreArgs& args, int arch = kArchCpu);
+absl::Status ValidateHyperConnectionPost(const HyperConnectionPostArgs& args, int arch = kArchCpu);
+absl::Status ValidateHyperConnectionHead(const HyperConnectionHeadArgs& args, int arch = kArchCpu);
 
 absl::Status LaunchHyperConnectionPreCpu(const HyperConnectionPreArgs& args, const Exec& exec);
 absl::Status LaunchHyperConnectionPostCpu(const HyperConnectionPostArgs& args, const Exec& exec);
 absl::Status LaunchHyperConnectionHeadCpu(const HyperConnectionHeadArgs& args, const Exec& exec);
+
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchHyperConnectionPreCuda(const HyperConnectionPreArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionPostCuda(const HyperConnectionPostArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionHeadCuda(const HyperConnectionHeadArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchHyperConnectionPreCuda)(const HyperConnectionPreArgs&,
+                                                              const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchHyperConnectionPostCuda)(const HyperConnectionPostArgs&,
+                                                               const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchHyperConnectionHeadCuda)(const HyperConnectionHeadArgs&,
+                                                               const Exec&) = nullptr;
+#endif
 
 }  // namespace isthmus::kernels
