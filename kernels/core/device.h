@@ -33,6 +33,9 @@ absl::StatusOr<DeviceProperties> PropertiesOf(int device);
 bool IsRealDevice();
 // Makes `device` the calling thread's.
 absl::Status UseDevice(int device);
+// Lets kernels on `device` read and write the memory of `peer`; leaves the calling thread on
+// `device`. FailedPrecondition: no path between the two.
+absl::Status EnablePeerAccess(int device, int peer);
 // Memory of the calling thread's device that is free now.
 absl::StatusOr<int64_t> FreeDeviceBytes();
 

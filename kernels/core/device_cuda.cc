@@ -44,6 +44,22 @@ bool IsRealDevice() { return NumDevices() > 0; }
 absl::Status UseDevice(int device) {
   return StatusOf(cudaSetDevice(device), absl::StrCat("device ", device));
 }
+absl::Status EnablePeerAccess(int device, int peer) {
+  int can_reach = 0;
+  ISTHMUS_RETURN_IF_ERROR(StatusOf(cudaDeviceCanAccessPeer(&can_reach, device, peer),
+                                   absl::StrCat("peer access of device ", device)));
+  if (can_reach == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("device ", device, " cannot reach the memory of device ", peer));
+  }
+  ISTHMUS_RETURN_IF_ERROR(UseDevice(device));
+  const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+  if (error == cudaErrorPeerAccessAlreadyEnabled) {
+    (void)cudaGetLastError();
+    return absl::OkStatus();
+  }
+  return StatusOf(error, absl::StrCat("peer access from device ", device, " to ", peer));
+}
 absl::StatusOr<int64_t> FreeDeviceBytes() {
   size_t free = 0;
   size_t total = 0;

@@ -65,6 +65,10 @@ absl::StatusOr<DeviceProperties> PropertiesOf(int device) {
 }
 bool IsRealDevice() { return false; }
 absl::Status UseDevice(int device) { return PropertiesOf(device).status(); }
+absl::Status EnablePeerAccess(int device, int peer) {
+  const absl::Status status = UseDevice(device);
+  return status.ok() ? UseDevice(peer) : status;
+}
 absl::StatusOr<int64_t> FreeDeviceBytes() { return int64_t{8} << 30; }
 
 DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept

@@ -17,6 +17,7 @@ int NumDevices() { return 0; }
 absl::StatusOr<DeviceProperties> PropertiesOf(int) { return NoDevice(); }
 bool IsRealDevice() { return false; }
 absl::Status UseDevice(int) { return NoDevice(); }
+absl::Status EnablePeerAccess(int, int) { return NoDevice(); }
 absl::StatusOr<int64_t> FreeDeviceBytes() { return NoDevice(); }
 
 DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept = default;

@@ -9,6 +9,7 @@
 
 namespace isthmus::kernels {
 
+struct Communicator;
 class Workspace;
 
 // Architectures as numbers that sort: the CPU, then CUDA compute capabilities times ten.
@@ -45,6 +46,8 @@ struct Exec {
   unsigned* counters = nullptr;
   // Splits and tiles must not depend on the batch, so that a row has the bits that it has alone.
   bool batch_invariant = false;
+  // This rank's end of its tensor-parallel group (communicator.h); null: one rank.
+  const Communicator* communicator = nullptr;
 };
 
 // body(begin, end, thread) over [0, count), on `exec.threads` when there are any.
