@@ -17,6 +17,7 @@ namespace {
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr IndexerVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchIndexerCuda},
     {nullptr, kCpuOnly, nullptr, LaunchIndexerCpu},
 };
 
@@ -46,11 +47,34 @@ absl::Status ValidatePlane(const IndexerArgs& args) {
                    " with ", args.key_plane.data_bytes, " bytes per key, dim is ", args.dim));
 }
 
+// What the host can see of a batch whose sequences lie in device memory.
+absl::Status ValidateDeviceBatch(const IndexerArgs& args) {
+  const DeviceBatch& batch = *args.device_batch;
+  if (!args.sequences.empty() || batch.rows != args.q.rows) {
+    return absl::InvalidArgumentError(absl::StrCat("indexer: device_batch has ", batch.rows,
+                                                   " rows, q has ", args.q.rows, "; sequences has ",
+                                                   args.sequences.size(), ", must be empty"));
+  }
+  if (args.key_plane.entries <= 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "indexer: key_plane has ", args.key_plane.entries, " entries per page, must be positive"));
+  }
+  if (args.dim > kMaxDeviceDim) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("indexer: dim is ", args.dim, ", at most ", kMaxDeviceDim, " on a GPU"));
+  }
+  const int64_t visible = VisibleKeys(batch.max_tokens - 1);
+  if (args.scores == nullptr || args.scores_stride >= visible) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("indexer: scores_stride is ", args.scores_stride,
+                                                 ", a sequence may have ", visible, " entries"));
+}
+
 }  // namespace
 
 absl::Status ValidateIndexer(const IndexerArgs& args) {
   ISTHMUS_RETURN_IF_ERROR(ValidateShapes(args));
   ISTHMUS_RETURN_IF_ERROR(ValidatePlane(args));
+  if (args.device_batch != nullptr) return ValidateDeviceBatch(args);
   ISTHMUS_RETURN_IF_ERROR(CheckSequences("indexer", args.sequences, args.q.rows));
   for (const SequenceKv& seq : args.sequences) {
     if (seq.num_rows == 0) continue;
@@ -70,6 +94,11 @@ std::span<const IndexerVariant> IndexerVariants() { return kVariants; }
 absl::Status Indexer(const IndexerArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateIndexer(args));
   ISTHMUS_ASSIGN_OR_RETURN(const IndexerVariant* variant, Choose(IndexerVariants(), args, exec));
+  if (IsDevice(exec.arch) != (args.device_batch != nullptr)) {
+    return absl::InvalidArgumentError(absl::StrCat("indexer: architecture ", exec.arch,
+                                                   " with device_batch ",
+                                                   args.device_batch != nullptr ? "set" : "null"));
+  }
   return variant->launch(args, exec);
 }
 
@@ -81,6 +110,12 @@ absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Ari
   }
   ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("index_query: q", q, q.rows, num_heads * dim));
   if (arithmetic == Arithmetic::kMath) return absl::OkStatus();
+  if (IsDevice(exec.arch)) {
+    absl::Status (*launch)(const MatrixView&, int64_t, int64_t, const Exec&) = LaunchIndexQueryCuda;
+    if (launch != nullptr && dim <= kMaxDeviceDim) return launch(q, num_heads, dim, exec);
+    return absl::UnimplementedError(
+        absl::StrCat("index_query: no variant for architecture ", exec.arch, " and dim ", dim));
+  }
   ParallelFor(exec, q.rows, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t h = 0; h < num_heads; ++h) {

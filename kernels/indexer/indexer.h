@@ -9,15 +9,18 @@
 //            -infinity where j is not visible.
 // Types      f32; selected i32. Keys in the format of key_plane.
 //            Without `scores`, a row that sees at most topk entries selects them all in ascending
-//            order and computes no score: a selection is a set, only its dump has an order.
+//            order and computes no score: a selection is a set, only its dump has an order. On a
+//            GPU every row without `scores` is selected in ascending order.
 // Layout     `sequences` cut the rows as in attention.h; keys of this chunk are already written.
 // Numerics   Dot products in ascending order of dim, heads in ascending order, f32. In reference
 //            arithmetic the score is rounded to bf16 three times: the dot product, its product with
 //            w, and the sum over heads. NaN scores sort last.
 // Workspace  Scores of the rows in work, at most 32 MiB or one row; per thread 64 keys and one row
-//            of 64-bit sort keys.
+//            of 64-bit sort keys. On a GPU scores alone, at most 128 MiB or one row, each row as
+//            long as the batch's max_tokens allow.
 // Phases     Prefill, decode.
-// Errors     InvalidArgument  A shape, type or stride breaks this contract; topk < 1.
+// Errors     InvalidArgument  A shape, type or stride breaks this contract; topk < 1; dim above 256
+//                             on a GPU.
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
 

@@ -2,10 +2,13 @@
 // The variant record of the indexer and its launchers. Internal to this folder and its tests.
 #pragma once
 
+#include <bit>
+#include <cmath>
 #include <span>
 
 #include "absl/status/status.h"
 #include "kernels/core/exec.h"
+#include "kernels/core/host_device.h"
 #include "kernels/indexer/indexer.h"
 #include "services/base/patch.h"
 
@@ -22,6 +25,16 @@ std::span<const IndexerVariant> IndexerVariants();
 absl::Status ValidateIndexer(const IndexerArgs& args);
 
 absl::Status LaunchIndexerCpu(const IndexerArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec);
+absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_t dim,
+                                  const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchIndexerCuda)(const IndexerArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchIndexQueryCuda)(const MatrixView&, int64_t, int64_t,
+                                                      const Exec&) = nullptr;
+#endif
 
 // The definition's loops in f32: the yardstick of bounds, no variant.
 absl::Status IndexerNaive(const IndexerArgs& args, const Exec& exec);
@@ -29,7 +42,19 @@ absl::Status IndexerNaive(const IndexerArgs& args, const Exec& exec);
 // Tokens per entry: the indexer exists only in layers of this ratio.
 inline constexpr int64_t kIndexRatio = 4;
 
-inline int64_t VisibleKeys(int64_t position) { return (position + 1) / kIndexRatio; }
+ISTHMUS_HOST_DEVICE inline int64_t VisibleKeys(int64_t position) {
+  return (position + 1) / kIndexRatio;
+}
+
+// Ascending in this is: larger score first, both zeros alike, NaN last.
+ISTHMUS_HOST_DEVICE inline uint32_t ScoreRank(float score) {
+  if (std::isnan(score)) return 0xffffffffu;
+  const auto bits = std::bit_cast<uint32_t>(score + 0.0f);  // -0 becomes +0.
+  return (bits & 0x80000000u) != 0 ? bits : ~(bits | 0x80000000u);
+}
+
+// Channels of a head that the trusted kernels hold in shared memory.
+inline constexpr int64_t kMaxDeviceDim = 256;
 
 // Writes the indices of the min(topk, visible) largest of scores[visible], larger score first, then
 // smaller index, NaN last, and -1 up to topk. `keys` is scratch of `visible` elements.

@@ -2,23 +2,15 @@
 // Exact selection under one total order: a score and its index become one integer, so that there
 // are no ties and the result cannot depend on the algorithm.
 #include <algorithm>
-#include <bit>
-#include <cmath>
 
 #include "kernels/indexer/indexer_variants.h"
 
 namespace isthmus::kernels {
 namespace {
 
-// Ascending in this is: larger score first, both zeros alike, NaN last; then smaller index.
+// Ascending in this is: larger score first, NaN last; then smaller index.
 uint64_t SortKey(float score, int64_t j) {
-  uint32_t rank = 0xffffffffu;
-  if (!std::isnan(score)) {
-    const auto bits = std::bit_cast<uint32_t>(score + 0.0f);  // -0 becomes +0.
-    const uint32_t ascending = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
-    rank = ~ascending;
-  }
-  return uint64_t{rank} << 32 | static_cast<uint32_t>(j);
+  return uint64_t{ScoreRank(score)} << 32 | static_cast<uint32_t>(j);
 }
 
 }  // namespace

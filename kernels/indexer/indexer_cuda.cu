@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// The trusted CUDA path of the indexer, any architecture: the query's transform, scores, and the
+// selection, each as its definition reads. Scores are bound by arithmetic (a multiply-add per key,
+// head and channel on the CUDA cores, in the order of sums of the CPU path, so that both give the
+// same bits); the selection reads each score once per bit of its rank.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/core/workspace.h"
+#include "kernels/indexer/indexer_rows.cuh"
+
+namespace isthmus::kernels {
+namespace {
+
+constexpr int kKeysPerBlock = 64;
+constexpr int kSelectThreads = 256;
+constexpr int kQueryWarps = 4;
+// Scores of one pass. 128 MiB hold 4096 rows of a prompt that is 32K tokens long, and any decode
+// batch of 128 rows at a million tokens, so that only longer prefill chunks take several passes.
+constexpr int64_t kMaxScoreFloats = int64_t{32} << 20;
+
+// One pass over rows of the batch.
+struct Pass {
+  DeviceBatch batch;
+  EntryPlane plane;
+  const float* q = nullptr;  // [rows, num_heads * dim], rows q_stride apart
+  const float* w = nullptr;  // [rows, num_heads], rows w_stride apart
+  int64_t q_stride = 0;
+  int64_t w_stride = 0;
+  int64_t num_heads = 0;
+  int64_t dim = 0;
+  int64_t topk = 0;
+  bool is_reference = false;
+  bool has_dump = false;
+  int64_t first_row = 0;
+  float* scores = nullptr;  // [rows of the pass, stride]
+  int64_t stride = 0;
+};
+
+// A thread scores one key: it decodes the key into its column of shared memory, which nobody else
+// reads, and walks the heads. Grid: [any, rows of the pass]. Block: kKeysPerBlock. Shared memory:
+// [dim][kKeysPerBlock] floats.
+__global__ __launch_bounds__(kKeysPerBlock) void ScoreKeys(const Pass pass) {
+  auto* key = reinterpret_cast<float*>(DynamicShared()) + threadIdx.x;
+  const int64_t row = pass.first_row + blockIdx.y;
+  const IndexerRow r = RowOf(pass.batch, row);
+  if (r.sequence == nullptr || !NeedsScores(r.visible, pass.topk, pass.has_dump)) return;
+  const float* q = pass.q + row * pass.q_stride;
+  const float* w = pass.w + row * pass.w_stride;
+  float* out = pass.scores + int64_t{blockIdx.y} * pass.stride;
+
+  const int64_t step = int64_t{gridDim.x} * kKeysPerBlock;
+  for (int64_t j = int64_t{blockIdx.x} * kKeysPerBlock + threadIdx.x; j < r.visible; j += step) {
+    std::byte* page = PageOf(*r.sequence, kIndexKey, pass.plane, j);
+    const std::byte* data = EntryData(pass.plane, page, j % pass.plane.entries);
+    const std::byte* scale = EntryScale(pass.plane, page, j % pass.plane.entries);
+    for (int64_t d = 0; d < pass.dim; ++d) {
+      key[d * kKeysPerBlock] = KeyValue(pass.plane.format, data, scale, d);
+    }
+    float score = 0.0f;
+    for (int64_t h = 0; h < pass.num_heads; ++h) {
+      float dot = 0.0f;
+      for (int64_t d = 0; d < pass.dim; ++d) {
+        dot = fmaf(q[h * pass.dim + d], key[d * kKeysPerBlock], dot);
+      }
+      if (pass.is_reference) dot = RoundBf16(dot);
+      const float term = (dot < 0.0f ? 0.0f : dot) * w[h];  // A NaN stays one.
+      score += pass.is_reference ? RoundBf16(term) : term;
+    }
+    out[j] = pass.is_reference ? RoundBf16(score) : score;
+  }
+}
+
+// The sum over the block. `shared` is a word per warp; the block may call again at once.
+__device__ __forceinline__ unsigned BlockSum(unsigned value, unsigned* shared) {
+  const unsigned sum = __reduce_add_sync(kFullWarp, value);
+  if (threadIdx.x % kWarpLanes == 0) shared[threadIdx.x / kWarpLanes] = sum;
+  __syncthreads();
+  unsigned total = 0;
+  for (int i = 0; i < kSelectThreads / kWarpLanes; ++i) total += shared[i];
+  __syncthreads();
+  return total;
+}
+
+// How many threads of the block before this one say yes, and how many in all.
+__device__ __forceinline__ unsigned CountBefore(bool yes, unsigned* shared, unsigned* total) {
+  const unsigned lanes = __ballot_sync(kFullWarp, yes ? 1 : 0);
+  const unsigned warp = threadIdx.x / kWarpLanes;
+  if (threadIdx.x % kWarpLanes == 0) shared[warp] = static_cast<unsigned>(__popc(lanes));
+  __syncthreads();
+  unsigned before = static_cast<unsigned>(__popc(lanes & ((1u << threadIdx.x % kWarpLanes) - 1u)));
+  *total = 0;
+  for (unsigned i = 0; i < kSelectThreads / kWarpLanes; ++i) {
+    if (i < warp) before += shared[i];
+    *total += shared[i];
+  }
+  __syncthreads();
+  return before;
+}
+
+// The largest rank in the selection, found from its top bit down by counting, and how many entries
+// of that rank belong to it: those of smallest index.
+struct Threshold {
+  uint32_t rank = 0;
+  unsigned ties = 0;
+};
+__device__ __forceinline__ Threshold FindThreshold(const float* scores, int64_t visible,
+                                                   int64_t topk, unsigned* shared) {
+  Threshold found = {.rank = 0, .ties = static_cast<unsigned>(topk)};
+  for (int bit = 31; bit >= 0; --bit) {
+    unsigned count = 0;  // Entries that share the bits found so far and have a 0 here.
+    for (int64_t j = threadIdx.x; j < visible; j += kSelectThreads) {
+      count += ScoreRank(scores[j]) >> bit == found.rank >> bit ? 1 : 0;
+    }
+    count = BlockSum(count, shared);
+    if (count < found.ties) {
+      found.ties -= count;
+      found.rank |= 1u << bit;
+    }
+  }
+  return found;
+}
+
+// Writes the selection of a row in ascending order. Grid: rows of the pass. Block: kSelectThreads.
+// Shared memory: a word per warp, static.
+__global__ __launch_bounds__(kSelectThreads) void SelectEntries(
+    const Pass pass,
+    int32_t* __restrict__ selected) {  // [rows of the pass, topk]
+  __shared__ unsigned shared[kSelectThreads / kWarpLanes];
+  const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
+  if (r.sequence == nullptr) return;
+  const int64_t topk = pass.topk;
+  float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
+  int32_t* out = selected + int64_t{blockIdx.x} * topk;
+  if (r.visible <= topk) {
+    for (int64_t k = threadIdx.x; k < topk; k += kSelectThreads) {
+      out[k] = k < r.visible ? static_cast<int32_t>(k) : -1;
+    }
+  } else {
+    const Threshold last = FindThreshold(scores, r.visible, topk, shared);
+    unsigned taken = 0;
+    unsigned ties = 0;
+    for (int64_t first = 0; first < r.visible; first += kSelectThreads) {
+      const int64_t j = first + threadIdx.x;
+      const uint32_t rank = j < r.visible ? ScoreRank(scores[j]) : 0;
+      const bool is_tie = j < r.visible && rank == last.rank;
+      unsigned count = 0;
+      const unsigned ties_before = ties + CountBefore(is_tie, shared, &count);
+      ties += count;
+      const bool is_in = j < r.visible && (rank < last.rank || (is_tie && ties_before < last.ties));
+      const unsigned place = taken + CountBefore(is_in, shared, &count);
+      taken += count;
+      if (is_in) out[place] = static_cast<int32_t>(j);
+    }
+  }
+  if (!pass.has_dump) return;
+  for (int64_t j = r.visible + threadIdx.x; j < pass.stride; j += kSelectThreads) {
+    scores[j] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Orders the selection of a row for a dump: larger score first, then smaller index. An entry's
+// place is the number of entries before it. Grid: rows of the pass. Block: kSelectThreads.
+__global__ __launch_bounds__(kSelectThreads) void OrderByScore(
+    const Pass pass,
+    const int32_t* __restrict__ entries,  // [rows of the pass, topk], ascending
+    int32_t* __restrict__ selected) {     // [rows of the pass, topk]
+  const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
+  if (r.sequence == nullptr) return;
+  const float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
+  const int32_t* in = entries + int64_t{blockIdx.x} * pass.topk;
+  int32_t* out = selected + int64_t{blockIdx.x} * pass.topk;
+  const int64_t count = r.visible < pass.topk ? r.visible : pass.topk;
+  for (int64_t k = threadIdx.x; k < pass.topk; k += kSelectThreads) {
+    if (k >= count) {
+      out[k] = -1;
+      continue;
+    }
+    const uint32_t rank = ScoreRank(scores[in[k]]);
+    int64_t place = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t other = ScoreRank(scores[in[i]]);
+      place += other < rank || (other == rank && i < k) ? 1 : 0;
+    }
+    out[place] = in[k];
+  }
+}
+
+// One warp transforms and rounds one head, whose channels lie in shared memory. Grid: heads of all
+// rows / kQueryWarps. Block: [32, kQueryWarps]. Shared memory: [kQueryWarps][dim] floats.
+__global__ void TransformQuery(float* q,  // [rows, num_heads * dim], rows `stride` apart
+                               int64_t rows, int64_t num_heads, int64_t dim, int64_t stride,
+                               float factor) {
+  const int64_t head = int64_t{blockIdx.x} * kQueryWarps + threadIdx.y;
+  if (head >= rows * num_heads) return;  // Whole warps leave together.
+  float* x = reinterpret_cast<float*>(DynamicShared()) + threadIdx.y * dim;
+  float* out = q + head / num_heads * stride + head % num_heads * dim;
+  const int64_t lane = threadIdx.x;
+  for (int64_t d = lane; d < dim; d += kWarpLanes) x[d] = out[d];
+  __syncwarp();
+  for (int64_t distance = 1; distance < dim; distance *= 2) {
+    for (int64_t pair = lane; pair < dim / 2; pair += kWarpLanes) {
+      const int64_t d = pair / distance * 2 * distance + pair % distance;
+      const float a = x[d];
+      const float b = x[d + distance];
+      x[d] = a + b;
+      x[d + distance] = a - b;
+    }
+    __syncwarp();
+  }
+  for (int64_t block = 0; block < dim; block += kIndexKeyBlock) {
+    const int64_t d = block + lane;
+    const float value = d < dim ? RoundBf16(x[d] * factor) : 0.0f;
+    const float scale = PowerOfTwo(Fp4ScaleExponent(WarpMax(fabsf(value))));
+    const float inverse = 1.0f / scale;
+    if (d < dim) out[d] = Fp4E2m1Value(Fp4E2m1Code(value * inverse)) * scale;
+  }
+}
+
+absl::Status LaunchPass(const Pass& pass, int64_t rows, int64_t bound, int32_t* entries,
+                        int32_t* selected, const Exec& exec) {
+  if (NeedsScores(bound, pass.topk, pass.has_dump)) {
+    // Blocks walk keys with a stride, so that a bound far above the lengths costs little.
+    const int64_t blocks = std::max<int64_t>(1, 32 * int64_t{exec.num_sms} / rows);
+    const LaunchShape shape = {
+        .grid =
+            dim3(static_cast<unsigned>(std::min<int64_t>(blocks, CeilDiv(bound, kKeysPerBlock))),
+                 static_cast<unsigned>(rows)),
+        .block = dim3(kKeysPerBlock),
+        .shared_bytes = static_cast<size_t>(pass.dim * kKeysPerBlock) * sizeof(float)};
+    const absl::Status status = Launch("ScoreKeys", shape, exec, ScoreKeys, pass);
+    if (!status.ok()) return status;
+  }
+  const LaunchShape shape = {.grid = dim3(static_cast<unsigned>(rows)),
+                             .block = dim3(kSelectThreads)};
+  const absl::Status status =
+      Launch("SelectEntries", shape, exec, SelectEntries, pass, pass.has_dump ? entries : selected);
+  if (!status.ok() || !pass.has_dump) return status;
+  return Launch("OrderByScore", shape, exec, OrderByScore, pass,
+                static_cast<const int32_t*>(entries), selected);
+}
+
+}  // namespace
+
+absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec) {
+  const int64_t rows = args.q.rows;
+  if (rows == 0) return absl::OkStatus();
+  const DeviceBatch& batch = *args.device_batch;
+  const int64_t bound = VisibleKeys(batch.max_tokens - 1);  // Of any row.
+  const bool has_dump = args.scores != nullptr;
+  Pass pass = {.batch = batch,
+               .plane = args.key_plane,
+               .q = static_cast<const float*>(args.q.data),
+               .w = static_cast<const float*>(args.w.data),
+               .q_stride = args.q.row_stride,
+               .w_stride = args.w.row_stride,
+               .num_heads = args.num_heads,
+               .dim = args.dim,
+               .topk = args.topk,
+               .is_reference = args.arithmetic == Arithmetic::kReference,
+               .has_dump = has_dump,
+               .stride = has_dump ? args.scores_stride : bound};
+  const int64_t most = std::max<int64_t>(1, kMaxScoreFloats / std::max<int64_t>(1, bound));
+  const int64_t rows_per_pass = std::min({rows, most, int64_t{65535}});
+  Workspace::Scope scope(exec.workspace);
+  float* scratch = nullptr;
+  if (!has_dump && NeedsScores(bound, args.topk, false)) {
+    scratch = scope.Take<float>(rows_per_pass * bound);
+  }
+  auto* entries = has_dump ? scope.Take<int32_t>(rows_per_pass * args.topk) : nullptr;
+  for (int64_t first = 0; first < rows; first += rows_per_pass) {
+    pass.first_row = first;
+    pass.scores = has_dump ? args.scores + first * args.scores_stride : scratch;
+    const absl::Status status = LaunchPass(pass, std::min(rows_per_pass, rows - first), bound,
+                                           entries, args.selected + first * args.topk, exec);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_t dim,
+                                  const Exec& exec) {
+  if (q.rows == 0) return absl::OkStatus();
+  return Launch("TransformQuery",
+                {.grid = dim3(CeilDiv(q.rows * num_heads, kQueryWarps)),
+                 .block = dim3(kWarpLanes, kQueryWarps),
+                 .shared_bytes = static_cast<size_t>(kQueryWarps * dim) * sizeof(float)},
+                exec, TransformQuery, q.f32(0), q.rows, num_heads, dim, q.row_stride,
+                1.0f / std::sqrt(static_cast<float>(dim)));
+}
+
+}  // namespace isthmus::kernels

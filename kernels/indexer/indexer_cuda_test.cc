@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA variants of the indexer against the CPU: scores within their bound, selections equal as
+// sets, padding and guards untouched, the same bits in every run.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <ostream>
+#include <set>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/indexer/indexer_batch.h"
+#include "kernels/testing/compare.h"
+#include "kernels/testing/variants.h"
+
+namespace isthmus::kernels {
+
+void PrintTo(const IndexerVariant& variant, std::ostream* out) {
+  *out << (variant.patch != nullptr ? variant.patch->name : "trusted path");
+}
+
+namespace {
+
+using kernels::testing::CanRunHere;
+using kernels::testing::DeviceCopy;
+using kernels::testing::IndexerBatch;
+using kernels::testing::IndexerCase;
+using kernels::testing::IndexerOutput;
+using kernels::testing::SameBits;
+using kernels::testing::TestDevice;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+std::vector<IndexerCase> Cases() {
+  std::vector<IndexerCase> cases = {
+      {.name = "OneRow", .parts = {{99, 1}}},
+      {.name = "Mixed",
+       .heads = 8,
+       .topk = 20,
+       .parts = {{1200, 1}, {2, 1}, {79, 1}, {83, 1}, {700, 1}, {0, 1}},
+       .padding_rows = 2},
+      {.name = "OddTopk", .heads = 5, .topk = 37, .parts = {{600, 2}, {147, 3}, {151, 3}}},
+      {.name = "Prefill",
+       .heads = 16,
+       .topk = 16,
+       .parts = {{0, 70}, {0, 0}, {40, 33}},
+       .padding_rows = 3},
+      {.name = "SmallDim",
+       .heads = 3,
+       .topk = 7,
+       .dim = 32,
+       .arithmetic = Arithmetic::kReference,
+       .parts = {{301, 2}}},
+      {.name = "Math",
+       .heads = 5,
+       .topk = 20,
+       .arithmetic = Arithmetic::kMath,
+       .format = EntryFormat::kKeyF32,
+       .parts = {{500, 2}, {10, 1}},
+       .padding_rows = 1},
+  };
+  if (IsRealDevice()) {
+    for (const int64_t topk : {512, 1024, 2048, 777}) {
+      cases.push_back({.name = "Flash",
+                       .heads = 64,
+                       .topk = topk,
+                       .parts = {{33000, 1}, {100, 1}, {4095, 1}, {2047, 1}, {131070, 1}},
+                       .padding_rows = 3});
+    }
+    cases.push_back(
+        {.name = "FlashPrefill", .heads = 64, .topk = 512, .parts = {{2000, 130}, {6000, 30}}});
+  }
+  return cases;
+}
+
+std::set<int32_t> SetOf(const IndexerOutput& out, int64_t row, int64_t topk) {
+  const int32_t* first = out.selected.data() + row * topk;
+  std::set<int32_t> set(first, first + topk);
+  set.erase(-1);
+  return set;
+}
+
+class IndexerCudaTest : public ::testing::TestWithParam<IndexerVariant> {
+ protected:
+  // False: the variant does not run here, or not this case.
+  bool Able(const IndexerCase& c, IndexerBatch& batch) {
+    if (!CanRunHere(GetParam(), device_.exec())) return false;
+    if (GetParam().supports == nullptr) return true;
+    IndexerArgs args;
+    args.num_heads = c.heads;
+    args.dim = c.dim;
+    args.topk = c.topk;
+    args.key_plane = batch.plane();
+    args.arithmetic = c.arithmetic;
+    return GetParam().supports(args);
+  }
+  IndexerOutput Run(IndexerBatch& batch, bool has_dump, int64_t max_tokens = 0) {
+    return batch.RunOnDevice(GetParam().launch, has_dump, device_, device_.exec(), max_tokens);
+  }
+  // The selection is what SelectTopK makes of the scores beside it, and the set of a run without a
+  // dump is the same and in ascending order.
+  void ExpectSelections(const IndexerCase& c, IndexerBatch& batch, const IndexerOutput& dumped,
+                        const IndexerOutput& plain) {
+    for (int64_t t = 0; t < batch.rows(); ++t) {
+      const int64_t visible = batch.visible(t);
+      std::vector<uint64_t> keys(static_cast<size_t>(visible));
+      std::vector<int32_t> want(static_cast<size_t>(c.topk));
+      SelectTopK(dumped.scores.data() + t * batch.scores_stride(), visible, c.topk, keys.data(),
+                 want.data());
+      const int32_t* got = dumped.selected.data() + t * c.topk;
+      EXPECT_EQ(std::vector<int32_t>(got, got + c.topk), want) << c.name << ", row " << t;
+      std::sort(want.begin(), want.begin() + std::min(visible, c.topk));
+      got = plain.selected.data() + t * c.topk;
+      EXPECT_EQ(std::vector<int32_t>(got, got + c.topk), want) << c.name << ", row " << t;
+    }
+  }
+
+  TestDevice device_;
+};
+
+TEST_P(IndexerCudaTest, StaysWithinItsBoundAndSelectsWhatItScored) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const IndexerCase& c : Cases()) {
+    IndexerBatch batch(c, 31);
+    if (!Able(c, batch)) continue;
+    const IndexerOutput exact = batch.RunOnHost(IndexerDefinition, true);
+    const IndexerOutput naive = batch.RunOnHost(IndexerNaive, true);
+    const IndexerOutput host = batch.RunOnHost(Indexer, true);
+    const IndexerOutput dumped = Run(batch, true);
+    const IndexerOutput plain = Run(batch, false);
+    if (GetParam().patch == nullptr) {
+      EXPECT_TRUE(SameBits(dumped.scores, host.scores)) << c.name;
+    } else if (c.arithmetic == Arithmetic::kMath) {
+      EXPECT_TRUE(
+          testing::WithinBound(dumped.scores, naive.scores, exact.scores, GetParam().patch->bound))
+          << c.name;
+    } else {
+      EXPECT_TRUE(testing::Bf16FlipsWithin(dumped.scores, naive.scores, exact.scores)) << c.name;
+    }
+    ExpectSelections(c, batch, dumped, plain);
+    if (SameBits(dumped.scores, host.scores)) {
+      EXPECT_EQ(dumped.selected, host.selected) << c.name;
+    }
+    // Another run, under a bound that a captured graph may have been made with.
+    const IndexerOutput again = Run(batch, true, 5000);
+    EXPECT_TRUE(SameBits(again.scores, dumped.scores)) << c.name;
+    EXPECT_EQ(again.selected, dumped.selected) << c.name;
+    EXPECT_EQ(Run(batch, false, 5000).selected, plain.selected) << c.name;
+  }
+}
+
+// Keys and queries that make scores of every kind: equal, zero, infinite, NaN.
+TEST_P(IndexerCudaTest, OrdersTiesInfinitiesAndNaN) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const IndexerCase c = {.name = "Ties", .heads = 2, .topk = 30, .parts = {{1003, 1}, {1003, 1}}};
+  IndexerBatch batch(c, 5);
+  if (!Able(c, batch)) GTEST_SKIP() << "not its shape";
+  std::fill(batch.q.begin(), batch.q.end(), 0.0f);
+  for (int64_t row = 0; row < 2; ++row) {
+    batch.q[static_cast<size_t>(row * batch.q_stride())] = 1.0f;
+    batch.q[static_cast<size_t>(row * batch.q_stride() + 128)] = 1.0f;
+  }
+  batch.w[0] = 1.0f;
+  batch.w[1] = -2.0f;
+  for (int64_t j = 0; j < 251; ++j) {
+    std::vector<float> key(128, 0.0f);
+    key[0] = static_cast<float>(j % 7) - 3.0f;
+    if (j == 200) std::fill(key.begin(), key.end(), kNaN);
+    if (j == 100) key[0] = 2e38f;  // Twice the largest: infinite once rounded.
+    batch.WriteKey(0, j, key.data());
+    key[0] = 2.0f;  // The second row's scores are all equal.
+    batch.WriteKey(1, j, key.data());
+  }
+  const IndexerOutput host = batch.RunOnHost(Indexer, false);
+  const IndexerOutput got = Run(batch, false);
+  for (int64_t t = 0; t < 2; ++t) {
+    EXPECT_EQ(SetOf(got, t, c.topk), SetOf(host, t, c.topk)) << t;
+  }
+  for (int32_t k = 0; k < 30; ++k) EXPECT_EQ(got.selected[static_cast<size_t>(30 + k)], k);
+}
+
+TEST_P(IndexerCudaTest, SelectsWithoutScoresWhereEverythingFits) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const IndexerCase c = {.name = "Fits", .heads = 2, .topk = 64, .parts = {{200, 3}, {1, 1}}};
+  IndexerBatch batch(c, 5);
+  if (!Able(c, batch)) GTEST_SKIP() << "not its shape";
+  std::fill(batch.q.begin(), batch.q.end(), kNaN);  // Nobody looks.
+  const IndexerOutput got = Run(batch, false);
+  EXPECT_EQ(got.selected, batch.RunOnHost(Indexer, false).selected);
+  EXPECT_EQ(Run(batch, false, 1024).selected, got.selected);
+}
+
+// Rows alone have the bits that they have in a batch.
+TEST_P(IndexerCudaTest, DoesNotDependOnTheBatch) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const IndexerCase both = {
+      .name = "Both", .heads = 16, .topk = 33, .parts = {{900, 1}, {3000, 1}, {900, 1}}};
+  IndexerBatch batch(both, 7);
+  if (!Able(both, batch)) GTEST_SKIP() << "not its shape";
+  const IndexerOutput together = Run(batch, true);
+  IndexerCase one = both;
+  one.parts = {{900, 1}};
+  IndexerBatch alone(one, 7);
+  const IndexerOutput single = Run(alone, true);
+  EXPECT_TRUE(
+      std::equal(single.selected.begin(), single.selected.end(), together.selected.begin()));
+  for (int64_t j = 0; j < batch.visible(0); ++j) {
+    EXPECT_EQ(single.scores[static_cast<size_t>(j)], together.scores[static_cast<size_t>(j)]);
+  }
+}
+
+TEST_P(IndexerCudaTest, TakesNoRowsAndOnlyPadding) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const IndexerCase none = {.name = "None"};
+  IndexerBatch empty(none, 1);
+  if (!Able(none, empty)) GTEST_SKIP() << "not its shape";
+  EXPECT_TRUE(Run(empty, false).selected.empty());
+  const IndexerCase padding = {.name = "Padding", .padding_rows = 5};
+  IndexerBatch batch(padding, 1);
+  Run(batch, false, 4096);
+  Run(batch, true, 4096);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, IndexerCudaTest,
+                         ::testing::ValuesIn(kernels::testing::DeviceVariants(IndexerVariants())),
+                         kernels::testing::VariantName<IndexerVariant>);
+
+TEST(IndexQueryCudaTest, HasTheBitsOfTheCpu) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  for (const int64_t dim : {1, 2, 16, 32, 128, 256}) {
+    for (const int64_t heads : {1, 3, 64}) {
+      const int64_t stride = heads * dim + 4;
+      std::vector<float> q = testing::OutlierValues(static_cast<uint64_t>(dim), 3 * stride);
+      q[1] = 0.0f;
+      if (dim >= 32) std::fill_n(q.begin() + stride, 32, 0.0f);
+      const DeviceCopy<float> device_q(q);
+      const auto view = [&](float* data) {
+        return MatrixView{data, DType::kF32, 3, heads * dim, stride};
+      };
+      ASSERT_TRUE(IndexQuery(view(q.data()), heads, dim, Arithmetic::kReference, Exec{}).ok());
+      ASSERT_TRUE(
+          IndexQuery(view(device_q.data()), heads, dim, Arithmetic::kReference, device.exec())
+              .ok());
+      device.Finish();
+      EXPECT_TRUE(SameBits(device_q.ToHost(), q)) << dim << ", " << heads;
+      EXPECT_TRUE(device_q.Intact());
+    }
+  }
+}
+
+TEST(IndexerCudaRefusalTest, RefusesABatchThatDoesNotFit) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  std::vector<float> values(128);
+  std::vector<int32_t> selected(8);
+  DeviceBatch batch;
+  batch.rows = 2;
+  IndexerArgs args;
+  args.q = F32Matrix(values.data(), 1, 128);
+  args.w = F32Matrix(values.data(), 1, 1);
+  args.num_heads = 1;
+  args.topk = 8;
+  args.key_plane = {EntryFormat::kKeyFp4, 0, 4096, 64, 4, 64};
+  args.selected = selected.data();
+  args.device_batch = &batch;
+  absl::Status status = Indexer(args, device.exec());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("device_batch has 2 rows, q has 1"), std::string::npos) << status;
+  batch.rows = 1;
+  batch.max_tokens = 800;
+  args.scores = values.data();
+  args.scores_stride = 199;
+  status = Indexer(args, device.exec());
+  EXPECT_NE(status.message().find("a sequence may have 200 entries"), std::string::npos) << status;
+  args.device_batch = nullptr;
+  args.q.rows = args.w.rows = 0;
+  status = Indexer(args, device.exec());
+  EXPECT_NE(status.message().find("device_batch null"), std::string::npos) << status;
+}
+
+}  // namespace
+}  // namespace isthmus::kernels
