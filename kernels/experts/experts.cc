@@ -10,6 +10,7 @@ namespace {
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr ExpertsVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchExpertsCuda},
     {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels
 };
 
@@ -26,7 +27,10 @@ absl::Status CheckWeight(absl::string_view expert, absl::string_view name, const
                                                    " is fp4 with K ", cols,
                                                    ", not a multiple of its group ", group));
   }
-  if (w.elements == nullptr || (ScaleGroup(w.format) != 0 && w.scales == nullptr)) {
+  // Tiles of fp4 hold their scales.
+  const bool needs_scales =
+      ScaleGroup(w.format) != 0 && !(IsFp4(w.format) && w.layout == WeightLayout::kMmaTiles);
+  if (w.elements == nullptr || (needs_scales && w.scales == nullptr)) {
     return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name, " [", rows, ", ",
                                                    cols, "] lacks elements or scales"));
   }
@@ -80,9 +84,33 @@ absl::Status CheckIds(const ExpertsArgs& args) {
   return absl::OkStatus();
 }
 
+// The ids lie in device memory: every expert that is loaded must fit, and none may keep the CPU's
+// panels.
+absl::Status CheckTable(const ExpertsArgs& args) {
+  if (args.k > 0 && args.device_experts == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: ", args.experts.size(), " experts without device_experts"));
+  }
+  const auto has_panels = [](const ExpertWeights& e) {
+    return e.w1.layout == WeightLayout::kPanels || e.w3.layout == WeightLayout::kPanels ||
+           e.w2.layout == WeightLayout::kPanels;
+  };
+  for (const ExpertWeights& expert : args.experts) {
+    if (expert.w1.elements == nullptr) continue;  // Not loaded, so never named.
+    ISTHMUS_RETURN_IF_ERROR(CheckExpert("an expert's", expert, args.x.cols));
+    if (has_panels(expert)) {
+      return absl::InvalidArgumentError("experts: panels are the CPU's layout");
+    }
+  }
+  if (args.shared != nullptr && has_panels(*args.shared)) {
+    return absl::InvalidArgumentError("experts: panels are the CPU's layout");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::Status ValidateExperts(const ExpertsArgs& args) {
+absl::Status ValidateExperts(const ExpertsArgs& args, bool is_device) {
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("x", args.x, args.x));
   ISTHMUS_RETURN_IF_ERROR(CheckMatrix("out", args.out, args.x));
   if (args.routed.data != nullptr) {
@@ -99,13 +127,13 @@ absl::Status ValidateExperts(const ExpertsArgs& args) {
   if (args.shared != nullptr) {
     ISTHMUS_RETURN_IF_ERROR(CheckExpert("shared", *args.shared, args.x.cols));
   }
-  return CheckIds(args);
+  return is_device ? CheckTable(args) : CheckIds(args);
 }
 
 std::span<const ExpertsVariant> ExpertsVariants() { return kVariants; }
 
 absl::Status Experts(const ExpertsArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateExperts(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateExperts(args, IsDevice(exec.arch)));
   ISTHMUS_ASSIGN_OR_RETURN(const ExpertsVariant* variant, Choose(ExpertsVariants(), args, exec));
   return variant->launch(args, exec);
 }

@@ -17,9 +17,12 @@
 //            means no clamp. silu in f32.
 // Workspace  tokens * (k + 1) * (hidden + 2 * intermediate) + tokens * hidden floats.
 // Phases     Prefill, decode.
-// Errors     InvalidArgument  A shape breaks this contract, an id is outside [0, experts), or a
-// token
-//                             names an expert twice.
+// On a GPU   ids, weights and what the views point to are device memory, and nobody checks ids. A
+//            token whose ids are all -1 is padding: its rows of out and routed stay as they are.
+//            `experts` and `shared` are host structs; `device_experts` is the copy that kernels
+//            read. Experts without elements may not be named.
+// Errors     InvalidArgument  A shape breaks this contract; on the CPU also an id outside
+//                             [0, experts), or a token that names an expert twice.
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
 

@@ -16,10 +16,17 @@ struct ExpertsVariant {
   absl::Status (*launch)(const ExpertsArgs&, const Exec&);
 };
 
-absl::Status ValidateExperts(const ExpertsArgs& args);
+// With `is_device` what lies in device memory is not looked at.
+absl::Status ValidateExperts(const ExpertsArgs& args, bool is_device = false);
 std::span<const ExpertsVariant> ExpertsVariants();
 
 absl::Status LaunchExpertsCpu(const ExpertsArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that their rows of the table are never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchExpertsCuda(const ExpertsArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchExpertsCuda)(const ExpertsArgs&, const Exec&) = nullptr;
+#endif
 
 // True when `arithmetic` quantises the input of `w` (specification 2.7).
 inline bool QuantisesInput(const WeightView& w, Arithmetic arithmetic) {

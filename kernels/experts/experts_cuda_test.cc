@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every CUDA variant of experts within its bound, and the trusted one bit for bit the CPU's.
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <ostream>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/experts/experts_cases.h"
+#include "kernels/experts/experts_variants.h"
+#include "kernels/testing/compare.h"
+#include "kernels/testing/device.h"
+#include "kernels/testing/variants.h"
+
+namespace isthmus::kernels {
+
+void PrintTo(const ExpertsVariant& variant, std::ostream* out) {
+  *out << (variant.patch != nullptr ? variant.patch->name : "trusted path");
+}
+
+namespace {
+
+using kernels::testing::CanRunHere;
+using kernels::testing::DeviceCopy;
+using kernels::testing::DeviceWeight;
+using kernels::testing::SameBits;
+using kernels::testing::TestDevice;
+using kernels::testing::WithinBound;
+
+// The weights of one expert on the device. Experts that no token names are left out, as poison.
+struct DeviceExpert {
+  DeviceExpert(const ExpertWeights& host, WeightLayout layout)
+      : w1(host.w1, layout), w3(host.w3, layout), w2(host.w2, layout) {}
+  ExpertWeights weights() const { return {w1.view(), w3.view(), w2.view()}; }
+  DeviceWeight w1, w3, w2;
+};
+
+// `padding` tokens with ids -1 follow those of the case; rows of x, out and routed lie `gap` apart
+// from one another.
+class DeviceCase {
+ public:
+  DeviceCase(const ExpertsCase& c, WeightLayout layout, int64_t padding = 0, int64_t gap = 0)
+      : rows_(c.tokens_ + padding),
+        stride_(c.hidden_ + gap),
+        x(Spread(c, rows_, stride_)),
+        ids(Padded(c.ids, rows_ * c.k_, int32_t{-1})),
+        weights(Padded(c.weights, rows_ * c.k_, 0.0f)),
+        out(rows_ * stride_),
+        routed(rows_ * stride_),
+        shared_(c.shared, layout),
+        shared_weights_(shared_.weights()) {
+    for (size_t e = 0; e < c.experts.size(); ++e) {
+      ExpertWeights device = {};
+      if (std::find(c.ids.begin(), c.ids.end(), static_cast<int32_t>(e)) != c.ids.end()) {
+        experts_.push_back(std::make_unique<DeviceExpert>(c.experts[e], layout));
+        device = experts_.back()->weights();
+      }
+      table_.push_back(device);
+    }
+    device_table_ = std::make_unique<DeviceCopy<ExpertWeights>>(table_);
+    k_ = c.k_;
+    hidden_ = c.hidden_;
+  }
+  ExpertsArgs Args(Arithmetic arithmetic) const {
+    ExpertsArgs args;
+    args.x = {x.data(), DType::kF32, rows_, hidden_, stride_};
+    args.ids = ids.data();
+    args.weights = weights.data();
+    args.k = k_;
+    args.experts = table_;
+    args.device_experts = device_table_->data();
+    args.shared = &shared_weights_;
+    args.out = {out.data(), DType::kF32, rows_, hidden_, stride_};
+    args.routed = {routed.data(), DType::kF32, rows_, hidden_, stride_};
+    args.arithmetic = arithmetic;
+    return args;
+  }
+  // The tokens of the case, out of the strided rows of `from`.
+  std::vector<float> Gather(const DeviceCopy<float>& from, int64_t tokens) const {
+    const std::vector<float> all = from.ToHost();
+    std::vector<float> gathered;
+    for (int64_t t = 0; t < tokens; ++t) {
+      gathered.insert(gathered.end(), all.begin() + t * stride_,
+                      all.begin() + t * stride_ + hidden_);
+    }
+    return gathered;
+  }
+  bool Untouched(const DeviceCopy<float>& from, int64_t first_padding) const {
+    const std::vector<float> all = from.ToHost();
+    for (size_t i = 0; i < all.size(); ++i) {
+      const auto t = static_cast<int64_t>(i) / stride_;
+      const auto d = static_cast<int64_t>(i) % stride_;
+      const bool is_result = t < first_padding && d < hidden_;
+      if (!is_result && std::bit_cast<uint32_t>(all[i]) != 0xffffffffu) return false;
+    }
+    return true;
+  }
+
+ private:
+  static std::vector<float> Spread(const ExpertsCase& c, int64_t rows, int64_t stride) {
+    std::vector<float> out(static_cast<size_t>(rows * stride), std::nanf(""));
+    for (int64_t t = 0; t < c.tokens_; ++t) {
+      std::copy_n(c.x.begin() + t * c.hidden_, c.hidden_, out.begin() + t * stride);
+    }
+    return out;
+  }
+  template <typename T>
+  static std::vector<T> Padded(std::vector<T> values, int64_t size, T padding) {
+    values.resize(static_cast<size_t>(size), padding);
+    return values;
+  }
+
+  int64_t rows_, stride_;
+  int64_t k_ = 0, hidden_ = 0;
+
+ public:
+  DeviceCopy<float> x;
+  DeviceCopy<int32_t> ids;
+  DeviceCopy<float> weights;
+  DeviceCopy<float> out, routed;
+
+ private:
+  DeviceExpert shared_;
+  ExpertWeights shared_weights_;
+  std::vector<std::unique_ptr<DeviceExpert>> experts_;
+  std::vector<ExpertWeights> table_;
+  std::unique_ptr<DeviceCopy<ExpertWeights>> device_table_;
+};
+
+struct Expected {
+  std::vector<float> out, routed;
+};
+Expected RunHost(ExpertsCase& c, Arithmetic arithmetic,
+                 absl::Status (*operation)(const ExpertsArgs&, const Exec&)) {
+  const auto size = static_cast<size_t>(c.tokens_ * c.hidden_);
+  Expected e = {std::vector<float>(size), std::vector<float>(size)};
+  EXPECT_TRUE(operation(c.Args(arithmetic, e.out.data(), e.routed.data()), Exec{}).ok());
+  return e;
+}
+
+class ExpertsCudaTest : public ::testing::TestWithParam<ExpertsVariant> {
+ protected:
+  // One case on the device: bound or bits, guards, padding, and the same bits again.
+  void ExpectRight(ExpertsCase& c, Arithmetic arithmetic, WeightLayout layout, int64_t padding = 0,
+                   int64_t gap = 0) {
+    const ExpertsVariant& variant = GetParam();
+    if (!CanRunHere(variant, device_.exec())) GTEST_SKIP() << "another architecture's";
+    const DeviceCase on_device(c, layout, padding, gap);
+    const ExpertsArgs args = on_device.Args(arithmetic);
+    if (variant.supports != nullptr && !variant.supports(args)) return;
+    ++ran_;
+    const absl::Status valid = ValidateExperts(args, true);
+    ASSERT_TRUE(valid.ok()) << valid;
+    ASSERT_TRUE(variant.launch(args, device_.exec()).ok());
+    device_.Finish();
+    const std::vector<float> out = on_device.Gather(on_device.out, c.tokens_);
+    const std::vector<float> routed = on_device.Gather(on_device.routed, c.tokens_);
+    EXPECT_TRUE(on_device.out.Intact() && on_device.routed.Intact() && on_device.x.Intact());
+    EXPECT_TRUE(on_device.Untouched(on_device.out, c.tokens_));
+    EXPECT_TRUE(on_device.Untouched(on_device.routed, c.tokens_));
+    Compare(c, arithmetic, out, routed);
+    ASSERT_TRUE(variant.launch(args, device_.exec()).ok());
+    device_.Finish();
+    EXPECT_TRUE(SameBits(on_device.Gather(on_device.out, c.tokens_), out));
+  }
+  int ran_ = 0;
+
+ private:
+  void Compare(ExpertsCase& c, Arithmetic arithmetic, const std::vector<float>& out,
+               const std::vector<float>& routed) {
+    const ExpertsVariant& variant = GetParam();
+    if (variant.patch == nullptr) {
+      const Expected cpu = RunHost(c, arithmetic, Experts);
+      EXPECT_TRUE(SameBits(out, cpu.out));
+      EXPECT_TRUE(SameBits(routed, cpu.routed));
+      return;
+    }
+    const Expected exact = RunHost(c, arithmetic, ExpertsDefinition);
+    std::vector<float> unused(out.size());
+    const std::vector<float> naive = NaiveExperts(c.Args(arithmetic, unused.data(), nullptr));
+    EXPECT_TRUE(WithinBound(out, naive, exact.out, variant.patch->bound));
+  }
+  TestDevice device_;
+};
+
+TEST_P(ExpertsCudaTest, TakesEveryFormatAndLayout) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const WeightFormat format :
+       {WeightFormat::kF32, WeightFormat::kBf16, WeightFormat::kFp8Block128, WeightFormat::kMxfp4,
+        WeightFormat::kNvfp4}) {
+    for (const WeightLayout layout : {WeightLayout::kRowMajor, WeightLayout::kMmaTiles}) {
+      for (const Arithmetic arithmetic : {Arithmetic::kMath, Arithmetic::kReference}) {
+        ExpertsCase c(format, 3, 256, 128, 5, 2, false);
+        ExpectRight(c, arithmetic, layout);
+      }
+    }
+  }
+  EXPECT_GT(ran_, 0);
+}
+
+TEST_P(ExpertsCudaTest, TakesOddShapesAndCasts) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const auto& [hidden, intermediate] : {std::pair{96, 32}, {160, 96}, {384, 160}}) {
+    ExpertsCase c(WeightFormat::kMxfp4, 2, hidden, intermediate, 3, 1, false);
+    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
+  }
+  ExpertsCase odd(WeightFormat::kF32, 3, 33, 17, 9, 3, false);
+  ExpectRight(odd, Arithmetic::kReference, WeightLayout::kRowMajor);
+}
+
+TEST_P(ExpertsCudaTest, TakesAnyNumberOfTokens) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const int64_t tokens : {1, 2, 7, 8, 9, 20, 41}) {
+    ExpertsCase c(WeightFormat::kMxfp4, tokens, 256, 128, 12, 3, false);
+    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, tokens % 3, 4);
+  }
+}
+
+TEST_P(ExpertsCudaTest, TakesAllTokensInOneExpert) {
+  ISTHMUS_REQUIRE_DEVICE();
+  ExpertsCase c(WeightFormat::kMxfp4, 37, 256, 128, 6, 1, false);
+  for (int32_t& id : c.ids) id = 4;
+  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 3);
+}
+
+TEST_P(ExpertsCudaTest, TakesNoTokensAndOnlyPadding) {
+  ISTHMUS_REQUIRE_DEVICE();
+  ExpertsCase c(WeightFormat::kMxfp4, 0, 256, 128, 6, 2, false);
+  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
+  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 3);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, ExpertsCudaTest,
+                         ::testing::ValuesIn(kernels::testing::DeviceVariants(ExpertsVariants())),
+                         kernels::testing::VariantName<ExpertsVariant>);
+
+}  // namespace
+}  // namespace isthmus::kernels
