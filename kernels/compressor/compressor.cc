@@ -16,6 +16,7 @@ namespace {
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr CompressorVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchCompressorCuda},
     {nullptr, kCpuOnly, nullptr, LaunchCompressorCpu},
 };
 
@@ -85,11 +86,32 @@ absl::Status ValidatePlanes(const CompressorArgs& args) {
   return absl::OkStatus();
 }
 
+// What the host can see of a batch in device memory.
+absl::Status ValidateDeviceBatch(const CompressorArgs& args) {
+  const DeviceBatch* batch = args.device_batch;
+  if (batch == nullptr || !args.sequences.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("compressor: on a GPU device_batch is needed and sequences are none; it is ",
+                     batch == nullptr ? "null" : "set", ", they are ", args.sequences.size()));
+  }
+  if (batch->rows != args.u.rows || batch->num_sequences < 0 || batch->max_rows_per_sequence < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "compressor: device_batch has ", batch->rows, " rows, ", batch->num_sequences,
+        " sequences of at most ", batch->max_rows_per_sequence, " rows; u has ", args.u.rows));
+  }
+  if (args.entry_plane.entries <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("compressor: entry_plane has ", args.entry_plane.entries, " entries a page"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::Status ValidateCompressor(const CompressorArgs& args) {
+absl::Status ValidateCompressor(const CompressorArgs& args, int arch) {
   ISTHMUS_RETURN_IF_ERROR(ValidateShapes(args));
   ISTHMUS_RETURN_IF_ERROR(ValidatePlanes(args));
+  if (IsDevice(arch)) return ValidateDeviceBatch(args);
   ISTHMUS_RETURN_IF_ERROR(CheckSequences("compressor", args.sequences, args.u.rows));
   for (const SequenceKv& seq : args.sequences) {
     if (seq.num_rows == 0) continue;
@@ -107,7 +129,7 @@ absl::Status ValidateCompressor(const CompressorArgs& args) {
 std::span<const CompressorVariant> CompressorVariants() { return kVariants; }
 
 absl::Status Compressor(const CompressorArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateCompressor(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateCompressor(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const CompressorVariant* variant,
                            Choose(CompressorVariants(), args, exec));
   return variant->launch(args, exec);

@@ -18,7 +18,7 @@
 //            entries will still read are written to the ring (ratio 4: from position
 //            4 * floor(end / 4) - 4; ratio 128: from 128 * floor(end / 128)).
 //            Rows that are not stored read as u = 0, g = -infinity.
-// Aliasing   Nothing may overlap. g is overwritten (ape is added in place).
+// Aliasing   Nothing may overlap. g is overwritten on the CPU (ape is added in place).
 // Numerics   f32; g + ape rounded once to f32; rows summed in ascending order; in reference
 //            arithmetic bf16 after pooling, after the norm, after RoPE and after Hadamard.
 // Outputs    Optional `entries` and `entry_row`: decoded values of the new entries, see below.
@@ -34,6 +34,7 @@
 #include "kernels/core/arithmetic.h"
 #include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
+#include "kernels/core/host_device.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
 
@@ -62,7 +63,7 @@ struct CompressorArgs {
 };
 
 // Entries that complete when a sequence grows from `start` to `end` tokens.
-inline int64_t NewEntries(int64_t start, int64_t end, int64_t ratio) {
+ISTHMUS_HOST_DEVICE inline int64_t NewEntries(int64_t start, int64_t end, int64_t ratio) {
   return end / ratio - start / ratio;
 }
 

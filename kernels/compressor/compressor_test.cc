@@ -193,7 +193,12 @@ TEST_F(CompressorRefusalTest, RefusesASequenceWithoutPages) {
   ExpectRefused("pages for 0 entries, needs 2");
 }
 TEST_F(CompressorRefusalTest, RefusesAnotherArchitecture) {
-  EXPECT_EQ(Compressor(args_, Exec{.arch = 90}).code(), absl::StatusCode::kUnimplemented);
+  const Exec exec = {.arch = 5};  // Older than any CUDA device.
+  EXPECT_EQ(Compressor(args_, exec).code(), absl::StatusCode::kInvalidArgument);
+  const DeviceBatch batch = {.rows = args_.u.rows, .num_sequences = 1};
+  args_.device_batch = &batch;
+  args_.sequences = {};
+  EXPECT_EQ(Compressor(args_, exec).code(), absl::StatusCode::kUnimplemented);
 }
 
 // ---- Golden vectors.

@@ -2,12 +2,12 @@
 // The variant record of the compressor and its launchers. Internal to this folder and its tests.
 #pragma once
 
-#include <algorithm>
 #include <span>
 
 #include "absl/status/status.h"
 #include "kernels/compressor/compressor.h"
 #include "kernels/core/exec.h"
+#include "kernels/core/host_device.h"
 #include "services/base/patch.h"
 
 namespace isthmus::kernels {
@@ -20,9 +20,14 @@ struct CompressorVariant {
 };
 
 std::span<const CompressorVariant> CompressorVariants();
-absl::Status ValidateCompressor(const CompressorArgs& args);
+absl::Status ValidateCompressor(const CompressorArgs& args, int arch = kArchCpu);
 
 absl::Status LaunchCompressorCpu(const CompressorArgs& args, const Exec& exec);
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchCompressorCuda(const CompressorArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchCompressorCuda)(const CompressorArgs&, const Exec&) = nullptr;
+#endif
 
 // The definition's loops in f32: the yardstick of bounds, no variant.
 absl::Status CompressorNaive(const CompressorArgs& args, const Exec& exec);
@@ -42,17 +47,17 @@ inline int64_t CompressorWidth(const CompressorArgs& args) {
   return args.ratio == 4 ? 2 * args.dim : args.dim;
 }
 // Rows of the ring: two windows for the overlapping ratio, one for the other.
-inline int64_t CompressorRing(int64_t ratio) { return ratio == 4 ? 8 : ratio; }
+ISTHMUS_HOST_DEVICE inline int64_t CompressorRing(int64_t ratio) { return ratio == 4 ? 8 : ratio; }
 
 // The first position, of a sequence of `end` tokens, whose row a future entry still reads.
-inline int64_t FirstKeptPosition(int64_t end, int64_t ratio) {
+ISTHMUS_HOST_DEVICE inline int64_t FirstKeptPosition(int64_t end, int64_t ratio) {
   const int64_t first = end / ratio * ratio - (ratio == 4 ? ratio : 0);
-  return std::max<int64_t>(0, first);
+  return first > 0 ? first : 0;
 }
 
 // The first position of entry `j`'s rows.
-inline int64_t FirstPooledPosition(int64_t j, int64_t ratio) {
-  return ratio == 4 ? std::max<int64_t>(0, ratio * (j - 1)) : ratio * j;
+ISTHMUS_HOST_DEVICE inline int64_t FirstPooledPosition(int64_t j, int64_t ratio) {
+  return ratio == 4 && j > 0 ? ratio * (j - 1) : ratio * j;
 }
 
 }  // namespace isthmus::kernels
