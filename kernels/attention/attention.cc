@@ -13,10 +13,17 @@ namespace {
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr AttentionVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchAttentionCuda},
     {nullptr, kCpuOnly, nullptr, LaunchAttentionCpu},
 };
 
 constexpr int64_t kPartialSums = 16;
+
+// As CheckF32Matrix; on a GPU the activations may be bf16.
+absl::Status CheckActivations(const char* name, MatrixView m, const AttentionArgs& args) {
+  if (args.device_batch != nullptr && m.dtype == DType::kBf16) m.dtype = DType::kF32;
+  return CheckF32Matrix(name, m, args.q.rows, args.num_heads * args.head_dim);
+}
 
 absl::Status ValidateShapes(const AttentionArgs& args) {
   if (args.num_heads < 1 || args.head_dim < kPartialSums || args.head_dim % kPartialSums != 0 ||
@@ -31,15 +38,16 @@ absl::Status ValidateShapes(const AttentionArgs& args) {
                                                    " not negative"));
   }
   const int64_t rows = args.q.rows;
-  const int64_t width = args.num_heads * args.head_dim;
-  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("attention: q", args.q, rows, width));
-  ISTHMUS_RETURN_IF_ERROR(CheckF32Matrix("attention: out", args.out, rows, width));
+  ISTHMUS_RETURN_IF_ERROR(CheckActivations("attention: q", args.q, args));
+  ISTHMUS_RETURN_IF_ERROR(CheckActivations("attention: out", args.out, args));
   ISTHMUS_RETURN_IF_ERROR(
       CheckF32Matrix("attention: chunk_kv", args.chunk_kv, rows, args.head_dim));
-  if (args.out.data == args.q.data && args.out.row_stride != args.q.row_stride) {
-    return absl::InvalidArgumentError(absl::StrCat("attention: out is q with row_stride ",
-                                                   args.out.row_stride, " instead of ",
-                                                   args.q.row_stride));
+  if (args.out.data == args.q.data &&
+      (args.out.row_stride != args.q.row_stride || args.out.dtype != args.q.dtype)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("attention: out is q with row_stride ", args.out.row_stride, " instead of ",
+                     args.q.row_stride, ", dtype ", static_cast<int>(args.out.dtype),
+                     " instead of ", static_cast<int>(args.q.dtype)));
   }
   if (args.sink.dtype != DType::kF32 || args.sink.size != args.num_heads) {
     return absl::InvalidArgumentError(absl::StrCat("attention: sink has ", args.sink.size,
@@ -75,11 +83,45 @@ absl::Status ValidateSelected(const AttentionArgs& args, const SequenceKv& seq) 
   return absl::OkStatus();
 }
 
+// What can be said of a device's batch without reading its memory.
+absl::Status ValidateDeviceBatch(const AttentionArgs& args) {
+  const DeviceBatch& batch = *args.device_batch;
+  if (args.sequences.empty() && batch.rows == args.q.rows && batch.num_sequences >= 0 &&
+      batch.max_rows_per_sequence >= 0 && batch.max_tokens >= 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("attention: device_batch has ", batch.rows, " rows of at most ",
+                   batch.max_tokens, " tokens, q has ", args.q.rows, " rows, and ",
+                   args.sequences.size(), " sequences of the host come with it"));
+}
+
+// Pages and selected entries of the host's sequences.
+absl::Status ValidateSequences(const AttentionArgs& args) {
+  for (const SequenceKv& seq : args.sequences) {
+    if (seq.num_rows == 0) continue;
+    if (seq.state == nullptr) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("attention: sequence at row ", seq.first_row, " has no state slot"));
+    }
+    if (args.ratio == 0) continue;
+    const int64_t visible = VisibleEntries(seq.start_position + seq.num_rows - 1, args.ratio);
+    ISTHMUS_RETURN_IF_ERROR(
+        CheckPages("attention", seq, args.entry_kind, args.entry_plane, visible));
+    if (args.selected != nullptr) ISTHMUS_RETURN_IF_ERROR(ValidateSelected(args, seq));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status ValidateAttention(const AttentionArgs& args) {
   ISTHMUS_RETURN_IF_ERROR(ValidateShapes(args));
-  ISTHMUS_RETURN_IF_ERROR(CheckSequences("attention", args.sequences, args.q.rows));
+  if (args.device_batch != nullptr) {
+    ISTHMUS_RETURN_IF_ERROR(ValidateDeviceBatch(args));
+  } else {
+    ISTHMUS_RETURN_IF_ERROR(CheckSequences("attention", args.sequences, args.q.rows));
+  }
   ISTHMUS_RETURN_IF_ERROR(ValidatePlane("window_plane", args.window_plane, args));
   if (args.window_plane.entries != args.window) {
     return absl::InvalidArgumentError(absl::StrCat("attention: the ring has ",
@@ -98,19 +140,7 @@ absl::Status ValidateAttention(const AttentionArgs& args) {
     return absl::InvalidArgumentError(absl::StrCat("attention: selected with max_selected ",
                                                    args.max_selected, " and ratio ", args.ratio));
   }
-  for (const SequenceKv& seq : args.sequences) {
-    if (seq.num_rows == 0) continue;
-    if (seq.state == nullptr) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("attention: sequence at row ", seq.first_row, " has no state slot"));
-    }
-    if (args.ratio == 0) continue;
-    const int64_t visible = VisibleEntries(seq.start_position + seq.num_rows - 1, args.ratio);
-    ISTHMUS_RETURN_IF_ERROR(
-        CheckPages("attention", seq, args.entry_kind, args.entry_plane, visible));
-    if (args.selected != nullptr) ISTHMUS_RETURN_IF_ERROR(ValidateSelected(args, seq));
-  }
-  return absl::OkStatus();
+  return ValidateSequences(args);
 }
 
 std::span<const AttentionVariant> AttentionVariants() { return kVariants; }
@@ -119,6 +149,11 @@ absl::Status Attention(const AttentionArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateAttention(args));
   ISTHMUS_ASSIGN_OR_RETURN(const AttentionVariant* variant,
                            Choose(AttentionVariants(), args, exec));
+  if (IsDevice(exec.arch) != (args.device_batch != nullptr)) {
+    return absl::InvalidArgumentError(absl::StrCat("attention: architecture ", exec.arch,
+                                                   IsDevice(exec.arch) ? " needs" : " takes no",
+                                                   " device_batch"));
+  }
   return variant->launch(args, exec);
 }
 

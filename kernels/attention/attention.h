@@ -11,13 +11,15 @@
 //
 // Shapes     q, out: [rows, heads * head_dim]. chunk_kv: [rows, head_dim]. sink: [heads].
 //            selected: [rows, max_selected], -1 = none; each entry at most once, any order.
-// Types      f32; selected i32. Entries in the formats of their planes.
+// Types      f32; selected i32. Entries in the formats of their planes. On a GPU q and out may be
+//            bf16.
 // Layout     `sequences` cut the rows: each owns rows [first_row, first_row + num_rows), which are
 //            its positions start_position ... Positions before start_position are read from the
 //            window ring in its state slot (slot = position mod window), the others from chunk_kv,
 //            so a chunk may be longer than the ring. Entries completed in this chunk must have been
 //            written. After attending, the chunk's last `window` rows are committed to the ring.
 //            chunk_kv holds values after the cache round trip; encoding them again is exact.
+//            On a GPU pages and state slots begin at multiples of 16 bytes.
 // Aliasing   out may be q. Nothing else may overlap.
 // Numerics   Dot products have 16 partial sums over head_dim; the denominator has 16 partial sums
 //            over keys; values are summed key by key: window in order of position, then entries in
@@ -26,6 +28,7 @@
 //            2.8, 3.5). One pass, no running maximum.
 // Workspace  Per thread: keys * (head_dim + 8) floats. Decoded windows of sequences with several
 //            rows, and at most 64 MiB of decoded entries that their rows share.
+//            On a GPU, per block of the grid: 4 heads of scores and the selected list.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.

@@ -22,6 +22,12 @@ std::span<const AttentionVariant> AttentionVariants();
 absl::Status ValidateAttention(const AttentionArgs& args);
 
 absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchAttentionCuda(const AttentionArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchAttentionCuda)(const AttentionArgs&, const Exec&) = nullptr;
+#endif
 
 // The definition's loops in f32: the yardstick of bounds, no variant.
 absl::Status AttentionNaive(const AttentionArgs& args, const Exec& exec);
