@@ -50,7 +50,6 @@ double ShareOfFlips(std::span<const float> got, std::span<const float> exact) {
 
 TEST_P(CompressorBoundTest, StaysWithinItsBound) {
   const auto& [variant, c] = GetParam();
-  if (variant.arches.begin != kArchCpu) GTEST_SKIP() << "needs sm_" << variant.arches.begin;
   Sequence sequence(c.shape, c.tokens, 11);
   const int64_t size = c.tokens / c.shape.ratio * c.shape.dim;
   std::vector<float> exact(static_cast<size_t>(size));
@@ -77,9 +76,17 @@ TEST_P(CompressorBoundTest, StaysWithinItsBound) {
   }
 }
 
+// Those of GPUs are held to the CPU's bits in compressor_cuda_test.cc.
+std::vector<CompressorVariant> CpuVariants() {
+  std::vector<CompressorVariant> out;
+  for (const CompressorVariant& variant : CompressorVariants()) {
+    if (variant.arches.begin == kArchCpu) out.push_back(variant);
+  }
+  return out;
+}
+
 INSTANTIATE_TEST_SUITE_P(Table, CompressorBoundTest,
-                         ::testing::Combine(::testing::ValuesIn(CompressorVariants().begin(),
-                                                                CompressorVariants().end()),
+                         ::testing::Combine(::testing::ValuesIn(CpuVariants()),
                                             ::testing::ValuesIn(kBoundCases)),
                          [](const auto& test) { return std::get<1>(test.param).name; });
 

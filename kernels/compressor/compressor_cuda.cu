@@ -17,7 +17,7 @@ __global__ __launch_bounds__(kThreads, 1) void InsertEntry(CompressorParams para
   __shared__ float partial[16];
   auto* z = reinterpret_cast<float*>(DynamicShared());
   const int64_t s = blockIdx.y;
-  const DeviceSequence seq = params.batch.sequences[s];
+  const DeviceSequence& seq = params.batch.sequences[s];
   const int64_t j = seq.start_position / params.ratio + blockIdx.x;
   if (j >= (seq.start_position + seq.num_rows) / params.ratio) return;
   for (int d = static_cast<int>(threadIdx.x); d < params.dim; d += kThreads) {

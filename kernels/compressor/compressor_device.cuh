@@ -96,15 +96,13 @@ __device__ __forceinline__ void NormEntry(const CompressorParams& params, float*
     partial[thread] = sum;
   }
   __syncthreads();
-  float sums[16];
+  float sums[8];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) sums[i] = partial[i];
+  for (int i = 0; i < 8; ++i) sums[i] = partial[i] + partial[i + 8];
 #pragma unroll
-  for (int half = 8; half > 0; half /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
-  }
-  const float scale = 1.0f / sqrtf(sums[0] / static_cast<float>(params.dim) + params.epsilon);
+  for (int i = 0; i < 4; ++i) sums[i] = sums[i] + sums[i + 4];
+  const float total = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  const float scale = 1.0f / sqrtf(total / static_cast<float>(params.dim) + params.epsilon);
   for (int d = thread; d < params.dim; d += static_cast<int>(blockDim.x)) {
     const float value = z[d] * scale * params.norm_weight[d];
     z[d] = params.is_reference ? RoundBf16(value) : value;
