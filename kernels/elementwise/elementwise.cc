@@ -2,6 +2,8 @@
 // Validation of elementwise, and the choice between the CPU and a GPU.
 #include "kernels/elementwise/elementwise.h"
 
+#include <type_traits>
+
 #include "absl/strings/str_cat.h"
 #include "kernels/core/formats.h"
 #include "kernels/elementwise/elementwise_variants.h"
@@ -23,10 +25,12 @@ absl::Status CheckMatrix(absl::string_view name, const MatrixView& m) {
   return absl::OkStatus();
 }
 
+// Not deduced from, so that null is one, too.
 template <typename Args>
-absl::Status Run(absl::Status (*cpu)(const Args&, const Exec&),
-                 absl::Status (*cuda)(const Args&, const Exec&), const Args& args,
-                 const Exec& exec) {
+using Launcher = std::type_identity_t<absl::Status (*)(const Args&, const Exec&)>;
+
+template <typename Args>
+absl::Status Run(Launcher<Args> cpu, Launcher<Args> cuda, const Args& args, const Exec& exec) {
   if (!IsDevice(exec.arch)) return cpu(args, exec);
   if (cuda != nullptr) return cuda(args, exec);
   return absl::UnimplementedError(absl::StrCat("no variant for architecture ", exec.arch));
