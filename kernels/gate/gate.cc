@@ -27,7 +27,7 @@ absl::Status CheckRows(absl::string_view name, const MatrixView& view) {
 
 // Every id that the step will use, before anything is written: a padding row must carry a valid
 // token too (specification 10.4).
-absl::Status CheckHashIds(const GateArgs& args) {
+absl::Status CheckHashIds(const GateArgs& args, int arch) {
   const auto table = static_cast<int64_t>(args.hash_ids.size());
   if (table % args.k != 0) {
     return absl::InvalidArgumentError(
@@ -41,6 +41,7 @@ absl::Status CheckHashIds(const GateArgs& args) {
     return absl::InvalidArgumentError(
         absl::StrCat("gate: hash layers have no bias, this one has size ", args.bias.size));
   }
+  if (IsDevice(arch)) return absl::OkStatus();
   for (size_t t = 0; t < args.token_ids.size(); ++t) {
     const int64_t token = args.token_ids[t];
     if (token < 0 || token >= table / args.k) {
@@ -60,6 +61,7 @@ absl::Status CheckHashIds(const GateArgs& args) {
 }
 
 constexpr GateVariant kVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchGateCuda},
     {nullptr, kCpuOnly, nullptr, LaunchGateCpu},
 };
 
@@ -67,7 +69,7 @@ constexpr GateVariant kVariants[] = {
 
 std::span<const GateVariant> GateVariants() { return kVariants; }
 
-absl::Status ValidateGate(const GateArgs& args) {
+absl::Status ValidateGate(const GateArgs& args, int arch) {
   ISTHMUS_RETURN_IF_ERROR(CheckRows("logits", args.logits));
   ISTHMUS_RETURN_IF_ERROR(CheckRows("scores", args.scores));
   if (args.scores.rows != args.logits.rows || args.scores.cols != args.logits.cols) {
@@ -84,7 +86,12 @@ absl::Status ValidateGate(const GateArgs& args) {
     return absl::InvalidArgumentError(
         absl::StrCat("gate: ids or weights is null for ", args.logits.rows, " tokens"));
   }
-  if (!args.hash_ids.empty()) return CheckHashIds(args);
+  if (!args.hash_ids.empty()) return CheckHashIds(args, arch);
+  if (IsDevice(arch) && !args.token_ids.empty() &&
+      static_cast<int64_t>(args.token_ids.size()) != args.logits.rows) {
+    return absl::InvalidArgumentError(absl::StrCat("gate: logits has ", args.logits.rows,
+                                                   " tokens, token_ids ", args.token_ids.size()));
+  }
   if (args.bias.size != args.logits.cols || args.bias.dtype != DType::kF32) {
     return absl::InvalidArgumentError(
         absl::StrCat("gate: logits has ", args.logits.cols, " experts, bias ", args.bias.size,
@@ -94,7 +101,7 @@ absl::Status ValidateGate(const GateArgs& args) {
 }
 
 absl::Status Gate(const GateArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateGate(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateGate(args, exec.arch));
   ISTHMUS_ASSIGN_OR_RETURN(const GateVariant* variant, Choose(GateVariants(), args, exec));
   return variant->launch(args, exec);
 }

@@ -12,6 +12,11 @@
 // Aliasing   scores may be logits.
 // Numerics   a in f64, rounded to f32. The sum in ascending i, f32; a sum of 0 divides as 1e-20.
 //            NaN sorts last.
+// Devices    All arrays are device memory. Where token_ids is given, in any layer, a row whose
+// token
+//            is -1 is padding: its ids are -1 and its weights 0, its scores are not written. Tokens
+//            and table entries are not checked; one out of range gives the id -1 and the weight 0.
+//            The trusted path has the bits of the CPU's.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape breaks this contract, a token id is outside the table, or a
 //                             table entry is outside [0, experts).
@@ -32,7 +37,7 @@ struct GateArgs {
   MatrixView scores;                   // [tokens, experts], out: a; may be logits
   VectorView bias;                     // [experts], or size 0 in hash layers
   std::span<const int64_t> hash_ids;   // [vocab * k], or empty
-  std::span<const int32_t> token_ids;  // [tokens]; read in hash layers only
+  std::span<const int32_t> token_ids;  // [tokens]; on a CPU read in hash layers only
   int64_t k = 0;
   float route_scale = 1.0f;
   int32_t* ids = nullptr;    // [tokens, k], out

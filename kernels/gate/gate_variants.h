@@ -22,7 +22,14 @@ struct GateVariant {
 // Fastest first within an architecture; each architecture ends in its trusted path.
 std::span<const GateVariant> GateVariants();
 
-absl::Status ValidateGate(const GateArgs& args);
+// `arch` is that of the Exec: on a device only shapes are checked, not what stands in its memory.
+absl::Status ValidateGate(const GateArgs& args, int arch = kArchCpu);
 absl::Status LaunchGateCpu(const GateArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchGateCuda(const GateArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchGateCuda)(const GateArgs&, const Exec&) = nullptr;
+#endif
 
 }  // namespace isthmus::kernels
