@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The uniform numbers, validation and the variant table of sampling.
+// Validation and the variant tables of sampling.
 #include "kernels/sampling/sampling.h"
 
 #include <cmath>
@@ -14,28 +14,18 @@ namespace {
 
 // Largest id is an i32.
 constexpr int64_t kMaxVocabulary = std::numeric_limits<int32_t>::max();
-
-// A bijection of 64 bits that spreads every input bit over the output (Steele, Lea and Flood, "Fast
-// splittable pseudorandom number generators", 2014: the finaliser of SplitMix64).
-uint64_t Mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-constexpr uint64_t kGamma = 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio, odd.
+// Sums of masses in units of 2^-46 fit in 64 bits.
+constexpr int64_t kMaxDeviceVocabulary = (int64_t{1} << 18) - 1;
 
 constexpr SamplingVariant kVariants[] = {
     {nullptr, kCpuOnly, nullptr, LaunchSampleCpu},
 };
+constexpr SamplingBatchVariant kBatchVariants[] = {
+    {nullptr, kAnyCuda, nullptr, LaunchSampleBatchCuda},
+    {nullptr, kCpuOnly, nullptr, LaunchSampleBatchCpu},
+};
 
 }  // namespace
-
-// The seed is mixed before the counter joins it, so that neighbouring seeds are not shifted copies
-// of one stream.
-float UniformAt(uint64_t seed, uint64_t counter) {
-  const uint64_t bits = Mix(Mix(seed + kGamma) + (counter + 1) * kGamma);
-  return static_cast<float>(bits >> 40) * 0x1p-24f;
-}
 
 absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k) {
   if (!std::isfinite(temperature) || temperature < 0.0f) {
@@ -77,6 +67,42 @@ absl::Status NoFiniteLogit(int64_t vocabulary) {
 absl::StatusOr<int32_t> Sample(const SamplingArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateSamplingArgs(args));
   ISTHMUS_ASSIGN_OR_RETURN(const SamplingVariant* variant, Choose(SamplingVariants(), args, exec));
+  return variant->launch(args, exec);
+}
+
+std::span<const SamplingBatchVariant> SamplingBatchVariants() { return kBatchVariants; }
+
+absl::Status ValidateSamplingBatch(const SamplingBatchArgs& args, int arch) {
+  const MatrixView& logits = args.logits;
+  if (logits.dtype != DType::kF32) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampling: logits must be f32, have dtype ", static_cast<int>(logits.dtype)));
+  }
+  const int64_t limit = IsDevice(arch) ? kMaxDeviceVocabulary : kMaxVocabulary;
+  if (logits.rows < 0 || logits.cols < 1 || logits.cols > limit ||
+      (logits.rows > 1 && logits.row_stride < logits.cols)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampling: logits are [", logits.rows, ", ", logits.cols, "], rows ",
+                     logits.row_stride, " apart; there must be 1 to ", limit, " in a row"));
+  }
+  if (logits.rows == 0) return absl::OkStatus();
+  if (logits.data == nullptr || args.temperature == nullptr || args.top_p == nullptr ||
+      args.top_k == nullptr || args.seed == nullptr || args.counter == nullptr ||
+      args.tokens == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampling: an array is null for ", logits.rows, " rows"));
+  }
+  if (IsDevice(arch)) return absl::OkStatus();
+  for (int64_t t = 0; t < logits.rows; ++t) {
+    ISTHMUS_RETURN_IF_ERROR(ValidateSampling(args.temperature[t], args.top_p[t], args.top_k[t]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SampleBatch(const SamplingBatchArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateSamplingBatch(args, exec.arch));
+  ISTHMUS_ASSIGN_OR_RETURN(const SamplingBatchVariant* variant,
+                           Choose(SamplingBatchVariants(), args, exec));
   return variant->launch(args, exec);
 }
 

@@ -124,4 +124,25 @@ absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& ex
   return Draw(args, ranked, mass, n);
 }
 
+// One row after another: a server on the CPU samples few.
+absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exec) {
+  for (int64_t t = 0; t < args.logits.rows; ++t) {
+    const VectorView logits = F32Vector(args.logits.f32(t), args.logits.cols);
+    if (LargestFinite(logits.f32(), logits.size) == kLowest) {
+      args.tokens[t] = -1;
+      continue;
+    }
+    const absl::StatusOr<int32_t> token = LaunchSampleCpu({.logits = logits,
+                                                           .temperature = args.temperature[t],
+                                                           .top_p = args.top_p[t],
+                                                           .top_k = args.top_k[t],
+                                                           .seed = args.seed[t],
+                                                           .counter = args.counter[t]},
+                                                          exec);
+    if (!token.ok()) return token.status();
+    args.tokens[t] = *token;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace isthmus::kernels

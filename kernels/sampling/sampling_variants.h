@@ -16,11 +16,30 @@ struct SamplingVariant {
   absl::StatusOr<int32_t> (*launch)(const SamplingArgs&, const Exec&) = nullptr;
 };
 
+struct SamplingBatchVariant {
+  const Patch* patch = nullptr;
+  ArchRange arches;
+  bool (*supports)(const SamplingBatchArgs&) = nullptr;
+  absl::Status (*launch)(const SamplingBatchArgs&, const Exec&) = nullptr;
+};
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 std::span<const SamplingVariant> SamplingVariants();
+std::span<const SamplingBatchVariant> SamplingBatchVariants();
 
 absl::Status ValidateSamplingArgs(const SamplingArgs& args);
+// `arch` is that of the Exec: on a device only shapes are checked, not what stands in its memory.
+absl::Status ValidateSamplingBatch(const SamplingBatchArgs& args, int arch);
+
 absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& exec);
+absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchSampleBatchCuda(const SamplingBatchArgs& args, const Exec& exec);
+#else
+inline constexpr absl::Status (*LaunchSampleBatchCuda)(const SamplingBatchArgs&,
+                                                       const Exec&) = nullptr;
+#endif
 
 // The error of a row without a finite logit.
 absl::Status NoFiniteLogit(int64_t vocabulary);

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every CUDA variant of batched sampling draws the tokens of the definition; so does the CPU's.
+#include <cmath>
+#include <limits>
+#include <ostream>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/sampling/sampling_variants.h"
+#include "kernels/testing/device.h"
+#include "kernels/testing/inputs.h"
+#include "kernels/testing/variants.h"
+
+namespace isthmus::kernels {
+
+void PrintTo(const SamplingBatchVariant& variant, std::ostream* out) {
+  *out << (variant.patch != nullptr ? variant.patch->name : "trusted path");
+}
+
+namespace {
+
+using kernels::testing::CanRunHere;
+using kernels::testing::DeviceCopy;
+using kernels::testing::TestDevice;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Batch {
+  int64_t vocab = 0;
+  std::vector<float> logits;  // [rows, vocab + 3]
+  std::vector<float> temperature, top_p;
+  std::vector<int32_t> top_k;
+  std::vector<uint64_t> seed, counter;
+
+  int64_t rows() const { return static_cast<int64_t>(temperature.size()); }
+  int64_t stride() const { return vocab + 3; }
+  void Add(const std::vector<float>& row, float t, float p, int32_t k, uint64_t at) {
+    vocab = static_cast<int64_t>(row.size());
+    logits.insert(logits.end(), row.begin(), row.end());
+    logits.insert(logits.end(), 3, 1e30f);  // Read by nobody.
+    temperature.push_back(t);
+    top_p.push_back(p);
+    top_k.push_back(k);
+    seed.push_back(99);
+    counter.push_back(at);
+  }
+  // What the definition draws; -1 where it refuses.
+  std::vector<int32_t> Expected() const {
+    std::vector<int32_t> out;
+    for (int64_t t = 0; t < rows(); ++t) {
+      const auto i = static_cast<size_t>(t);
+      const absl::StatusOr<int32_t> token =
+          SampleDefinition({.logits = F32Vector(logits.data() + t * stride(), vocab),
+                            .temperature = temperature[i],
+                            .top_p = top_p[i],
+                            .top_k = top_k[i],
+                            .seed = seed[i],
+                            .counter = counter[i]},
+                           Exec{});
+      out.push_back(token.ok() ? *token : -1);
+    }
+    return out;
+  }
+  SamplingBatchArgs Args(float* data) const {
+    return {.logits = {data, DType::kF32, rows(), vocab, stride()}};
+  }
+};
+
+// Ties and holes, as masks and coarse logits make them.
+std::vector<float> Logits(uint64_t seed, int64_t vocab) {
+  std::vector<float> logits = kernels::testing::NormalValues(seed, vocab, 3.0f);
+  for (int64_t id = 0; id < vocab; ++id) {
+    float& logit = logits[static_cast<size_t>(id)];
+    if (id % 3 == 0) logit = std::round(logit);
+    if (id % 11 == 5) logit = id % 2 == 0 ? kNan : -kInfinity;
+  }
+  return logits;
+}
+
+Batch EveryKind(int64_t vocab, int draws) {
+  Batch batch;
+  const std::vector<float> logits = Logits(static_cast<uint64_t>(vocab), vocab);
+  for (int i = 0; i < draws; ++i) {
+    const auto at = static_cast<uint64_t>(i);
+    batch.Add(logits, 0.0f, 1.0f, 0, at);
+    batch.Add(logits, 1.0f, 1.0f, 0, at);
+    batch.Add(logits, 0.6f, 0.95f, 0, at);
+    batch.Add(logits, 1.5f, 1.0f, 40, at);
+    batch.Add(logits, 3.0f, 0.3f, 5, at);
+    batch.Add(std::vector<float>(static_cast<size_t>(vocab), 2.5f), 1.0f, 0.7f, 0, at);
+  }
+  batch.Add(std::vector<float>(static_cast<size_t>(vocab), kNan), 1.0f, 1.0f, 0, 0);
+  batch.Add(std::vector<float>(static_cast<size_t>(vocab), -0.0f), 0.0f, 1.0f, 0, 0);
+  return batch;
+}
+
+TEST(SampleBatchTest, DrawsOnTheCpuAsSampleDoes) {
+  for (const int64_t vocab : {1, 7, 500}) {
+    Batch batch = EveryKind(vocab, 10);
+    std::vector<int32_t> tokens(batch.temperature.size(), -2);
+    SamplingBatchArgs args = batch.Args(batch.logits.data());
+    args.temperature = batch.temperature.data();
+    args.top_p = batch.top_p.data();
+    args.top_k = batch.top_k.data();
+    args.seed = batch.seed.data();
+    args.counter = batch.counter.data();
+    args.tokens = tokens.data();
+    ASSERT_TRUE(SampleBatch(args, Exec{}).ok());
+    EXPECT_EQ(tokens, batch.Expected());
+    args.seed = nullptr;
+    EXPECT_EQ(SampleBatch(args, Exec{}).code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
+class SamplingCudaTest : public ::testing::TestWithParam<SamplingBatchVariant> {
+ protected:
+  void ExpectTheDefinitions(const Batch& batch, TestDevice& device) {
+    const DeviceCopy<float> logits(batch.logits);
+    const DeviceCopy<float> temperature(batch.temperature);
+    const DeviceCopy<float> top_p(batch.top_p);
+    const DeviceCopy<int32_t> top_k(batch.top_k);
+    const DeviceCopy<uint64_t> seed(batch.seed);
+    const DeviceCopy<uint64_t> counter(batch.counter);
+    const DeviceCopy<int32_t> tokens(batch.rows());
+    SamplingBatchArgs args = batch.Args(logits.data());
+    args.temperature = temperature.data();
+    args.top_p = top_p.data();
+    args.top_k = top_k.data();
+    args.seed = seed.data();
+    args.counter = counter.data();
+    args.tokens = tokens.data();
+    ASSERT_TRUE(ValidateSamplingBatch(args, device.exec().arch).ok());
+    ASSERT_TRUE(GetParam().launch(args, device.exec()).ok());
+    device.Finish();
+    EXPECT_EQ(tokens.ToHost(), batch.Expected());
+    EXPECT_TRUE(tokens.Intact());
+  }
+};
+
+TEST_P(SamplingCudaTest, DrawsTheTokensOfTheDefinition) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
+  for (const int64_t vocab : {1, 7, 600}) {
+    ExpectTheDefinitions(EveryKind(vocab, IsRealDevice() ? 50 : 3), device);
+  }
+}
+
+TEST_P(SamplingCudaTest, DrawsFromARealVocabulary) {
+  ISTHMUS_REQUIRE_DEVICE();
+  if (!IsRealDevice()) GTEST_SKIP() << "too large to emulate";
+  TestDevice device;
+  if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
+  ExpectTheDefinitions(EveryKind(129280, 1), device);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Table, SamplingCudaTest,
+    ::testing::ValuesIn(kernels::testing::DeviceVariants(SamplingBatchVariants())),
+    kernels::testing::VariantName<SamplingBatchVariant>);
+
+}  // namespace
+}  // namespace isthmus::kernels
