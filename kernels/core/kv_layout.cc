@@ -32,6 +32,13 @@ void SetFormat(CacheKind& kind, EntryFormat format, int dim, int rope_dim) {
       kind.entry_data_bytes = dim / 2;
       kind.entry_scale_bytes = dim / 32;
       break;
+    case EntryFormat::kKeyFp8:
+      kind.entry_data_bytes = dim;
+      kind.entry_scale_bytes = 4;
+      break;
+    case EntryFormat::kKeyBf16:
+      kind.entry_data_bytes = 2 * dim;
+      break;
     case EntryFormat::kKvF32:
     case EntryFormat::kKeyF32:
       kind.entry_data_bytes = 4 * dim;
@@ -56,6 +63,12 @@ absl::Status Validate(const KvGeometry& g) {
   if (g.index_head_dim <= 0 || g.index_head_dim % 32 != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("index_head_dim is ", g.index_head_dim, ", must be a multiple of 32"));
+  }
+  const EntryFormat key = g.index_key_format.value_or(EntryFormat::kKeyFp4);
+  if (key != EntryFormat::kKeyFp4 && key != EntryFormat::kKeyFp8 && key != EntryFormat::kKeyBf16 &&
+      key != EntryFormat::kKeyF32) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("index_key_format is ", static_cast<int>(key), ", no format of index keys"));
   }
   if (g.window <= 0) {
     return absl::InvalidArgumentError(absl::StrCat("window is ", g.window, ", must be positive"));
@@ -87,7 +100,8 @@ absl::StatusOr<KvLayout> KvLayout::Create(const KvGeometry& geometry) {
   }
   const bool reference = geometry.arithmetic == Arithmetic::kReference;
   const EntryFormat kv = reference ? EntryFormat::kKvFp8 : EntryFormat::kKvF32;
-  const EntryFormat key = reference ? EntryFormat::kKeyFp4 : EntryFormat::kKeyF32;
+  const EntryFormat key =
+      geometry.index_key_format.value_or(reference ? EntryFormat::kKeyFp4 : EntryFormat::kKeyF32);
   const int d = geometry.head_dim;
   const int di = geometry.index_head_dim;
 

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,6 +28,8 @@ enum class EntryFormat : uint8_t {
   kKeyFp4,    // index_head_dim / 2 bytes of fp4 pairs | scales: one ue8m0 per 32
   kKeyF32,    // index_head_dim f32
   kStateRow,  // u[width] then g[width], f32 (g has ape added); width = (ratio 4: 2) * dim
+  kKeyFp8,    // index_head_dim fp8_e4m3 | scale: one f32, a power of two
+  kKeyBf16,   // index_head_dim bf16
 };
 
 // The kinds, in the order of KvLayout::kinds. Kinds up to kNumPagedKinds grow with the sequence.
@@ -66,6 +69,8 @@ struct KvGeometry {
   int window = 128;
   int page_tokens = 256;  // A multiple of 128.
   Arithmetic arithmetic = Arithmetic::kReference;
+  // Unset: the arithmetic's own, kKeyFp4 or kKeyF32.
+  std::optional<EntryFormat> index_key_format = std::nullopt;
 };
 
 // Where the entries of one layer and kind lie, relative to a page or a state slot.

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/core/choose.h"
 #include "kernels/core/formats.h"
+#include "kernels/core/index_key.h"
 #include "kernels/core/quantise.h"
 #include "kernels/core/sequence_check.h"
 #include "kernels/indexer/indexer_variants.h"
@@ -38,9 +39,7 @@ absl::Status ValidateShapes(const IndexerArgs& args) {
 }
 
 absl::Status ValidatePlane(const IndexerArgs& args) {
-  int64_t bytes = 0;
-  if (args.key_plane.format == EntryFormat::kKeyFp4) bytes = args.dim / 2;
-  if (args.key_plane.format == EntryFormat::kKeyF32) bytes = 4 * args.dim;
+  const int64_t bytes = IndexKeyBytes(args.key_plane.format, args.dim);
   if (bytes != 0 && args.key_plane.data_bytes == bytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("indexer: key_plane has format ", static_cast<int>(args.key_plane.format),

@@ -7,7 +7,8 @@
 // Shapes     q: [rows, heads * dim] (after IndexQuery). w: [rows, heads], already scaled by
 //            dim^-0.5 * heads^-0.5. selected: [rows, topk]. scores: optional [rows, scores_stride],
 //            -infinity where j is not visible.
-// Types      f32; selected i32. Keys in the format of key_plane.
+// Types      f32; selected i32. Keys in the format of key_plane: fp4 or f32, as the arithmetic has
+//            them, or fp8 or bf16 (KvGeometry::index_key_format).
 //            Without `scores`, a row that sees at most topk entries selects them all in ascending
 //            order and computes no score: a selection is a set, only its dump has an order. On a
 //            GPU every row without `scores` is selected in ascending order.

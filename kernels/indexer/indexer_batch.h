@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/core/index_key.h"
 #include "kernels/core/quantise.h"
 #include "kernels/indexer/indexer_variants.h"
 #include "kernels/testing/device.h"
@@ -71,11 +72,7 @@ class IndexerBatch {
 
   void WriteKey(size_t sequence, int64_t j, const float* x) {
     const PagedEntries entries = caches_[sequence]->Entries(kIndexKey, plane());
-    if (plane().format == EntryFormat::kKeyF32) {
-      std::copy_n(x, case_.dim, reinterpret_cast<float*>(entries.data(j)));
-    } else {
-      EncodeIndexKey(x, case_.dim, entries.data(j), entries.scale(j));
-    }
+    EncodeIndexKeyAs(plane().format, x, case_.dim, entries.data(j), entries.scale(j));
   }
   EntryPlane plane() const { return layout_.Plane(kIndexKey, 0); }
   int64_t rows() const { return rows_; }
@@ -155,6 +152,7 @@ class IndexerBatch {
     geometry.head_dim = 128;
     geometry.index_head_dim = c.dim;
     geometry.arithmetic = c.arithmetic;
+    geometry.index_key_format = c.format;
     return *KvLayout::Create(geometry);
   }
 

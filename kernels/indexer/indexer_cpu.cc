@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "kernels/core/hadamard.h"
+#include "kernels/core/index_key.h"
 #include "kernels/core/quantise.h"
 #include "kernels/core/workspace.h"
 #include "kernels/indexer/indexer_variants.h"
@@ -227,9 +228,14 @@ void TransposeKeys(const IndexerArgs& args, const SequenceKv& seq, int64_t first
     const float* key = row;
     if (args.key_plane.format == EntryFormat::kKeyF32) {
       key = reinterpret_cast<const float*>(paged.data(first + j));
-    } else {
+    } else if (args.key_plane.format == EntryFormat::kKeyFp4) {
       DecodeIndexKey(paged.data(first + j), paged.scale(first + j), static_cast<int>(args.dim),
                      row);
+    } else {
+      for (int64_t d = 0; d < args.dim; ++d) {
+        row[d] =
+            IndexKeyValue(args.key_plane.format, paged.data(first + j), paged.scale(first + j), d);
+      }
     }
     for (int64_t d = 0; d < args.dim; ++d) keys[d * kKeysPerBlock + j] = key[d];
   }

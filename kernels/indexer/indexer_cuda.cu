@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/core/index_key.h"
 #include "kernels/core/workspace.h"
 #include "kernels/indexer/indexer_rows.cuh"
 
@@ -56,7 +57,7 @@ __global__ __launch_bounds__(kKeysPerBlock) void ScoreKeys(const Pass pass) {
     const std::byte* data = EntryData(pass.plane, page, j % pass.plane.entries);
     const std::byte* scale = EntryScale(pass.plane, page, j % pass.plane.entries);
     for (int64_t d = 0; d < pass.dim; ++d) {
-      key[d * kKeysPerBlock] = KeyValue(pass.plane.format, data, scale, d);
+      key[d * kKeysPerBlock] = IndexKeyValue(pass.plane.format, data, scale, d);
     }
     float score = 0.0f;
     for (int64_t h = 0; h < pass.num_heads; ++h) {

@@ -3,11 +3,11 @@
 // fast. One template, so that the f32 yardstick is the same loops in another type.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "kernels/core/formats.h"
+#include "kernels/core/index_key.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/indexer/indexer_variants.h"
 #include "services/base/status_macros.h"
@@ -20,16 +20,8 @@ template <typename Real>
 std::vector<Real> KeyValues(const IndexerArgs& args, const PagedEntries& paged, int64_t j) {
   std::vector<Real> out(static_cast<size_t>(args.dim));
   for (int64_t d = 0; d < args.dim; ++d) {
-    float value = 0.0f;
-    if (args.key_plane.format == EntryFormat::kKeyF32) {
-      std::memcpy(&value, paged.data(j) + 4 * d, sizeof(value));
-    } else {
-      const auto pair = static_cast<uint8_t>(paged.data(j)[d / 2]);
-      const auto scale = static_cast<uint8_t>(paged.scale(j)[d / kIndexKeyBlock]);
-      value = Fp4E2m1Value(static_cast<uint8_t>(d % 2 == 0 ? pair & 15 : pair >> 4)) *
-              Ue8m0Value(scale);
-    }
-    out[static_cast<size_t>(d)] = value;
+    out[static_cast<size_t>(d)] =
+        IndexKeyValue(args.key_plane.format, paged.data(j), paged.scale(j), d);
   }
   return out;
 }

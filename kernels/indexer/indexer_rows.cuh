@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel of the indexer asks about a row of the batch and about a key of the cache.
+// What every kernel of the indexer asks about a row of the batch.
 #pragma once
 
 #include "kernels/core/device_batch.h"
-#include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
 #include "kernels/indexer/indexer_variants.h"
 
@@ -24,15 +23,6 @@ __device__ __forceinline__ IndexerRow RowOf(const DeviceBatch& batch, int64_t ro
 // A row that sees at most topk entries selects them all, and needs scores only for a dump.
 ISTHMUS_HOST_DEVICE inline bool NeedsScores(int64_t visible, int64_t topk, bool has_dump) {
   return visible > 0 && (has_dump || visible > topk);
-}
-
-// Channel `d` of the key whose bytes are `data` and `scale`, for all formats of keys.
-__device__ __forceinline__ float KeyValue(EntryFormat format, const std::byte* data,
-                                          const std::byte* scale, int64_t d) {
-  if (format == EntryFormat::kKeyF32) return reinterpret_cast<const float*>(data)[d];
-  const auto pair = static_cast<uint8_t>(data[d / 2]);
-  const auto code = static_cast<uint8_t>(d % 2 == 0 ? pair & 15 : pair >> 4);
-  return Fp4E2m1Value(code) * Ue8m0Value(static_cast<uint8_t>(scale[d / kIndexKeyBlock]));
 }
 
 }  // namespace isthmus::kernels
