@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/linear/linear.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
@@ -10,8 +11,24 @@
 namespace isthmus::kernels {
 namespace {
 
+constexpr Patch kSwapAb = {
+    .name = "linear.swap_ab",
+    .summary =
+        "Streams the weights of a linear of few tokens through tensor cores, weights on their "
+        "long side, in equal shares for all multiprocessors.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    // Tensor cores keep fewer bits than f32 of a group's e4m3 sum: a cosine difference below 5e-6
+    // is a relative error below 3.2e-3.
+    .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/1e-3},
+    .test = "LinearCudaTest",
+    .decision = "kernels/linear/decisions/0001-swap-ab.md"};
+
+constexpr const Patch* kPatches[] = {&kSwapAb};
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr LinearVariant kVariants[] = {
+    {&kSwapAb, kSm90Up, FitsSwapAb, LaunchLinearSwapAb, LaunchLinearManySwapAb},
     {nullptr, kAnyCuda, nullptr, LaunchLinearCuda},
     {nullptr, kCpuOnly, nullptr, LaunchLinearCpu},  // linear_cpu.cc: one fixed summation order
 };
@@ -98,6 +115,43 @@ absl::Status ValidateLinear(const LinearArgs& args) {
 }
 
 std::span<const LinearVariant> LinearVariants() { return kVariants; }
+std::span<const Patch* const> LinearPatches() { return kPatches; }
+
+// Weights in tiles whose groups are those of the tokens; e4m3 codes or bf16 on both sides.
+bool FitsSwapAb(const LinearArgs& args) {
+  const WeightView& w = args.weight;
+  if (args.x.rows < 1 || args.x.rows > 64 || w.rows < 1 || w.cols < 1) return false;
+  if (w.layout != WeightLayout::kMmaTiles || w.first_col != 0 || w.first_row % 16 != 0)
+    return false;
+  if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;
+  if (w.format == WeightFormat::kBf16) return !args.quantise_input;
+  return w.format == WeightFormat::kFp8Block128 && (args.quantise_input || args.input_is_quantised);
+}
+
+bool RunTogether(const LinearArgs& a, const LinearArgs& b) {
+  return a.weight.format == b.weight.format && a.weight.cols == b.weight.cols &&
+         a.x.rows == b.x.rows && a.round_output == b.round_output &&
+         a.quantise_input == b.quantise_input && a.input_is_quantised == b.input_is_quantised;
+}
+
+absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec) {
+  for (const LinearArgs& args : linears) ISTHMUS_RETURN_IF_ERROR(ValidateLinear(args));
+  while (!linears.empty()) {
+    ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant,
+                             Choose(LinearVariants(), linears[0], exec));
+    size_t count = 1;
+    if (variant->launch_many != nullptr) {
+      while (count < std::min(linears.size(), kMaxLinearsTogether) &&
+             RunTogether(linears[0], linears[count]) && variant->supports(linears[count])) {
+        ++count;
+      }
+    }
+    ISTHMUS_RETURN_IF_ERROR(count == 1 ? variant->launch(linears[0], exec)
+                                       : variant->launch_many(linears.first(count), exec));
+    linears = linears.subspan(count);
+  }
+  return absl::OkStatus();
+}
 
 absl::Status Linear(const LinearArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateLinear(args));

@@ -17,6 +17,8 @@
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
 
+#include <span>
+
 #include "absl/status/status.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/tensor.h"
@@ -30,10 +32,18 @@ struct LinearArgs {
   MatrixView out;  // [tokens, N]
   bool quantise_input = false;
   bool round_output = false;
+  // x went through QuantiseActivation: quantising it once more would not change it, so that a
+  // kernel may multiply its codes.
+  bool input_is_quantised = false;
 };
 
 absl::Status Linear(const LinearArgs& args, const Exec& exec);
+// Independent linears, each as Linear has it; no output may overlap anything. Neighbours of one K,
+// format and number of tokens may be one launch.
+absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LinearDefinition(const LinearArgs& args, const Exec& exec);
+
+std::span<const Patch* const> LinearPatches();
 
 // out = the e4m3 1x128 round trip of x, for an input that several linears share: quantise once and
 // call them with quantise_input = false. out may be x.

@@ -3,6 +3,7 @@
 // trusted one bit for bit the CPU's.
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <ostream>
 #include <vector>
 
@@ -14,6 +15,10 @@
 #include "kernels/testing/device.h"
 #include "kernels/testing/inputs.h"
 #include "kernels/testing/variants.h"
+
+#if ISTHMUS_EMULATED
+#include "kernels/core/emulator/emulator.h"
+#endif
 
 namespace isthmus::kernels {
 
@@ -38,6 +43,7 @@ struct ShapeCase {
   int64_t first_col = 0;
   bool quantise = false;
   bool is_mxfp4_cast = false;
+  bool is_rounded = true;  // x on the bf16 grid.
 };
 std::ostream& operator<<(std::ostream& out, const ShapeCase& c) {
   return out << "format " << static_cast<int>(c.format) << ", " << c.tokens << " tokens, N "
@@ -51,6 +57,8 @@ constexpr ShapeCase kSmallCases[] = {
     {.format = WeightFormat::kBf16, .tokens = 1, .rows = 64, .cols = 256},
     {.format = WeightFormat::kBf16, .tokens = 3, .rows = 33, .cols = 200},
     {.format = WeightFormat::kBf16, .tokens = 19, .rows = 48, .cols = 512},
+    {.format = WeightFormat::kBf16, .tokens = 2, .rows = 300, .cols = 192, .is_rounded = false},
+    {.format = WeightFormat::kBf16, .tokens = 40, .rows = 144, .cols = 256, .is_rounded = false},
     {.format = WeightFormat::kBf16, .tokens = 70, .rows = 32, .cols = 256},
     {.format = WeightFormat::kFp8Block128, .tokens = 1, .rows = 64, .cols = 512, .quantise = true},
     {.format = WeightFormat::kFp8Block128, .tokens = 2, .rows = 16, .cols = 128, .quantise = true},
@@ -144,7 +152,7 @@ struct HostCase {
     }
     weight = RowSlice(whole.view, c.first_row, c.rows);
     x = kernels::testing::OutlierValues(8, c.tokens * x_stride());
-    for (float& value : x) value = RoundBf16(value);
+    for (float& value : x) value = c.is_rounded ? RoundBf16(value) : value;
   }
   int64_t x_stride() const { return shape.cols + 3; }
   int64_t out_stride() const { return shape.rows + 5; }
@@ -249,7 +257,9 @@ class LinearCudaTest : public ::testing::TestWithParam<LinearVariant> {
       EXPECT_TRUE(SameBits(got, c.Run(Linear, false))) << shape;
     }
     const std::vector<float> exact = c.Run(LinearDefinition, false);
-    const NumericBound bound = variant.patch != nullptr ? variant.patch->bound : kTrustedBound;
+    NumericBound bound = variant.patch != nullptr ? variant.patch->bound : kTrustedBound;
+    // The emulator adds in f64 what tensor cores add in fewer bits.
+    if (variant.patch != nullptr && !IsRealDevice()) bound.floor = 1e-5;
     EXPECT_TRUE(WithinBound(got, c.Naive(), exact, bound)) << shape;
     // Rounding is that of the result.
     std::vector<float> rounded = got;
@@ -265,6 +275,46 @@ TEST_P(LinearCudaTest, StaysWithinItsBoundAtTinyAndOddShapes) {
   if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
   for (const ShapeCase& shape : kSmallCases) Check(shape, device);
   EXPECT_GT(taken_, 0);
+}
+
+// Few multiprocessors have long shares, which wrap around rings; odd numbers cut rows anywhere.
+TEST_P(LinearCudaTest, StaysWithinItsBoundOnAnyNumberOfMultiprocessors) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
+  for (const int sms : {1, 3, 5}) {
+    device.exec().num_sms = sms;
+    Check({.format = WeightFormat::kFp8Block128,
+           .tokens = 10,
+           .rows = 280,
+           .cols = 1000,
+           .quantise = true},
+          device);
+    Check({.format = WeightFormat::kBf16, .tokens = 34, .rows = 130, .cols = 650}, device);
+    Check(
+        {.format = WeightFormat::kBf16, .tokens = 5, .rows = 260, .cols = 500, .is_rounded = false},
+        device);
+  }
+}
+
+// Lanes and warps in the other order: what a missing barrier would change.
+TEST_P(LinearCudaTest, DoesNotDependOnTheOrderOfThreads) {
+#if ISTHMUS_EMULATED
+  TestDevice device;
+  device.exec().num_sms = 3;
+  for (const WeightFormat format : {WeightFormat::kFp8Block128, WeightFormat::kBf16}) {
+    const HostCase c({.format = format,
+                      .tokens = 12,
+                      .rows = 280,
+                      .cols = 640,
+                      .quantise = format == WeightFormat::kFp8Block128});
+    const std::vector<float> forward = RunHere(c, device, false);
+    const emulator::ReverseOrder reverse;
+    EXPECT_TRUE(SameBits(RunHere(c, device, false), forward));
+  }
+#else
+  GTEST_SKIP() << "the emulator's order";
+#endif
 }
 
 TEST_P(LinearCudaTest, GivesTheBitsOfARowAloneWhenBatchInvariant) {
@@ -325,6 +375,79 @@ INSTANTIATE_TEST_SUITE_P(Table, LinearCudaTest,
                          kernels::testing::VariantName<LinearVariant>);
 
 // ---- What has no table.
+
+// Two sets of linears in one call: shares of one input, and groups with an input each.
+TEST(LinearManyCudaTest, GivesWhatLinearGivesOneByOne) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  const PatchSet patches = PatchSet::Resolve(LinearPatches(), {{"linear.swap_ab", true}}).value();
+  std::vector<std::unique_ptr<HostCase>> cases;
+  for (const int64_t rows : {150, 16, 33}) {
+    cases.push_back(std::make_unique<HostCase>(ShapeCase{.format = WeightFormat::kFp8Block128,
+                                                         .tokens = 9,
+                                                         .rows = rows,
+                                                         .cols = 384,
+                                                         .quantise = true}));
+  }
+  cases.push_back(std::make_unique<HostCase>(
+      ShapeCase{.format = WeightFormat::kBf16, .tokens = 9, .rows = 40, .cols = 128}));
+  for (const bool is_on : {false, true}) {
+    device.exec().patches = is_on ? &patches : nullptr;
+    const DeviceCopy<float> shared(cases[0]->x);
+    std::vector<std::unique_ptr<DeviceWeight>> weights;
+    std::vector<std::unique_ptr<DeviceCopy<float>>> inputs;
+    std::vector<std::unique_ptr<DeviceCopy<float>>> outputs;
+    std::vector<LinearArgs> linears;
+    for (size_t i = 0; i < cases.size(); ++i) {
+      const HostCase& c = *cases[i];
+      weights.push_back(std::make_unique<DeviceWeight>(c.weight));
+      inputs.push_back(std::make_unique<DeviceCopy<float>>(c.x));
+      outputs.push_back(std::make_unique<DeviceCopy<float>>(c.shape.tokens * c.out_stride()));
+      // The first two read one input.
+      const float* x = i == 1 ? inputs[0]->data() : inputs[i]->data();
+      linears.push_back(c.Args(x, weights[i]->view(), outputs[i]->data(), c.out_stride()));
+    }
+    ASSERT_TRUE(LinearMany(linears, device.exec()).ok());
+    device.Finish();
+    for (size_t i = 0; i < cases.size(); ++i) {
+      HostCase& c = *cases[i];
+      if (i == 1) c.x = cases[0]->x;
+      const std::vector<float> got = Dense(outputs[i]->ToHost(), c.shape, c.out_stride());
+      EXPECT_TRUE(outputs[i]->Intact());
+      EXPECT_TRUE(kernels::testing::WithinRelativeL2(got, c.Run(LinearDefinition, false),
+                                                     IsRealDevice() ? 1e-3 : 1e-5))
+          << i;
+    }
+  }
+}
+
+// A linear that takes the codes of an input quantised before gives the same bits.
+TEST(LinearManyCudaTest, TakesAnInputThatWasQuantisedBefore) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  HostCase c({.format = WeightFormat::kFp8Block128,
+              .tokens = 3,
+              .rows = 48,
+              .cols = 300,
+              .quantise = true});
+  std::vector<std::vector<float>> results;
+  for (const bool before : {false, true}) {
+    const DeviceWeight weight(c.weight);
+    const DeviceCopy<float> x(c.x);
+    const DeviceCopy<float> out(c.shape.tokens * c.out_stride());
+    LinearArgs args = c.Args(x.data(), weight.view(), out.data(), c.out_stride());
+    if (before) {
+      ASSERT_TRUE(QuantiseActivation(args.x, args.x, device.exec()).ok());
+      args.quantise_input = false;
+      args.input_is_quantised = true;
+    }
+    ASSERT_TRUE(FitsSwapAb(args));
+    ASSERT_TRUE(LaunchLinearSwapAb(args, device.exec()).ok());
+    device.Finish();
+    results.push_back(Dense(out.ToHost(), c.shape, c.out_stride()));
+  }
+  EXPECT_TRUE(SameBits(results[0], results[1]));
+}
 
 TEST(QuantiseActivationCudaTest, GivesTheBitsOfTheCpu) {
   ISTHMUS_REQUIRE_DEVICE();

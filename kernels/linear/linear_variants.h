@@ -14,10 +14,18 @@ struct LinearVariant {
   ArchRange arches;
   bool (*supports)(const LinearArgs&);  // Null: everything that the contract allows.
   absl::Status (*launch)(const LinearArgs&, const Exec&);
+  // At most kMaxLinearsTogether that `supports` takes and RunTogether allows. Null: one by one.
+  absl::Status (*launch_many)(std::span<const LinearArgs>, const Exec&) = nullptr;
 };
+
+inline constexpr size_t kMaxLinearsTogether = 8;
+// One launch may compute both: the same format, K, tokens and rounding.
+bool RunTogether(const LinearArgs& a, const LinearArgs& b);
 
 absl::Status ValidateLinear(const LinearArgs& args);
 std::span<const LinearVariant> LinearVariants();
+// What linear.swap_ab takes.
+bool FitsSwapAb(const LinearArgs& args);
 
 absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec);
 void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exec& exec);
@@ -25,10 +33,15 @@ void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exe
 // In a build without CUDA null, so that the row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchLinearCuda(const LinearArgs& args, const Exec& exec);
+absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec);
+absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView& out,
                                           const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchLinearCuda)(const LinearArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchLinearSwapAb)(const LinearArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchLinearManySwapAb)(std::span<const LinearArgs>,
+                                                        const Exec&) = nullptr;
 inline absl::Status LaunchQuantiseActivationCuda(const MatrixView&, const MatrixView&,
                                                  const Exec&) {
   return absl::UnimplementedError("quantise_activation: built without CUDA");
