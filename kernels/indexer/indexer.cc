@@ -16,8 +16,21 @@
 namespace isthmus::kernels {
 namespace {
 
+constexpr Patch kRadixTopK = {
+    .name = "indexer.radix_top_k",
+    .summary =
+        "A row's selection counts digits of 12 and 4 (or 10) bits in shared memory instead of one "
+        "bit at a time, over scores held in registers.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .bound = {},
+    .test = "IndexerCudaTest",
+    .decision = "kernels/indexer/decisions/0001-radix-top-k.md"};
+
+constexpr const Patch* kPatches[] = {&kRadixTopK};
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr IndexerVariant kVariants[] = {
+    {&kRadixTopK, kAnyCuda, nullptr, LaunchIndexerRadix},
     {nullptr, kAnyCuda, nullptr, LaunchIndexerCuda},
     {nullptr, kCpuOnly, nullptr, LaunchIndexerCpu},
 };
@@ -87,6 +100,8 @@ absl::Status ValidateIndexer(const IndexerArgs& args) {
   }
   return absl::OkStatus();
 }
+
+std::span<const Patch* const> IndexerPatches() { return kPatches; }
 
 std::span<const IndexerVariant> IndexerVariants() { return kVariants; }
 

@@ -59,6 +59,9 @@ absl::Status IndexerDefinition(const IndexerArgs& args, const Exec& exec);
 absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Arithmetic arithmetic,
                         const Exec& exec);
 
+// The patches of the indexer, for the list of all (kernels/patches.h).
+std::span<const Patch* const> IndexerPatches();
+
 // Natural-order Walsh-Hadamard transform of x[n] times n^-0.5, in place; n a power of two. f32,
 // butterflies in ascending stride: the bits of HadamardButterflies (kernels/core/hadamard.h).
 void Hadamard(float* x, int64_t n);

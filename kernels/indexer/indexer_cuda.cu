@@ -9,7 +9,9 @@
 
 #include "kernels/core/index_key.h"
 #include "kernels/core/workspace.h"
+#include "kernels/indexer/indexer_passes.h"
 #include "kernels/indexer/indexer_rows.cuh"
+#include "services/base/status_macros.h"
 
 namespace isthmus::kernels {
 namespace {
@@ -20,29 +22,12 @@ constexpr int kQueryWarps = 4;
 // Scores of one pass. 128 MiB hold 4096 rows of a prompt that is 32K tokens long, and any decode
 // batch of 128 rows at a million tokens, so that only longer prefill chunks take several passes.
 constexpr int64_t kMaxScoreFloats = int64_t{32} << 20;
-
-// One pass over rows of the batch.
-struct Pass {
-  DeviceBatch batch;
-  EntryPlane plane;
-  const float* q = nullptr;  // [rows, num_heads * dim], rows q_stride apart
-  const float* w = nullptr;  // [rows, num_heads], rows w_stride apart
-  int64_t q_stride = 0;
-  int64_t w_stride = 0;
-  int64_t num_heads = 0;
-  int64_t dim = 0;
-  int64_t topk = 0;
-  bool is_reference = false;
-  bool has_dump = false;
-  int64_t first_row = 0;
-  float* scores = nullptr;  // [rows of the pass, stride]
-  int64_t stride = 0;
-};
+constexpr int64_t kMaxRows = 65535;  // Of a grid's second dimension.
 
 // A thread scores one key: it decodes the key into its column of shared memory, which nobody else
 // reads, and walks the heads. Grid: [any, rows of the pass]. Block: kKeysPerBlock. Shared memory:
 // [dim][kKeysPerBlock] floats.
-__global__ __launch_bounds__(kKeysPerBlock) void ScoreKeys(const Pass pass) {
+__global__ __launch_bounds__(kKeysPerBlock) void ScoreKeys(const IndexerPass pass) {
   auto* key = reinterpret_cast<float*>(DynamicShared()) + threadIdx.x;
   const int64_t row = pass.first_row + blockIdx.y;
   const IndexerRow r = RowOf(pass.batch, row);
@@ -126,7 +111,7 @@ __device__ __forceinline__ Threshold FindThreshold(const float* scores, int64_t 
 // Writes the selection of a row in ascending order. Grid: rows of the pass. Block: kSelectThreads.
 // Shared memory: a word per warp, static.
 __global__ __launch_bounds__(kSelectThreads) void SelectEntries(
-    const Pass pass,
+    const IndexerPass pass,
     int32_t* __restrict__ selected) {  // [rows of the pass, topk]
   __shared__ unsigned shared[kSelectThreads / kWarpLanes];
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
@@ -163,8 +148,8 @@ __global__ __launch_bounds__(kSelectThreads) void SelectEntries(
 
 // Orders the selection of a row for a dump: larger score first, then smaller index. An entry's
 // place is the number of entries before it. Grid: rows of the pass. Block: kSelectThreads.
-__global__ __launch_bounds__(kSelectThreads) void OrderByScore(
-    const Pass pass,
+__global__ __launch_bounds__(kSelectThreads) void OrderEntries(
+    const IndexerPass pass,
     const int32_t* __restrict__ entries,  // [rows of the pass, topk], ascending
     int32_t* __restrict__ selected) {     // [rows of the pass, topk]
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
@@ -219,65 +204,74 @@ __global__ void TransformQuery(float* q,  // [rows, num_heads * dim], rows `stri
   }
 }
 
-absl::Status LaunchPass(const Pass& pass, int64_t rows, int64_t bound, int32_t* entries,
-                        int32_t* selected, const Exec& exec) {
-  if (NeedsScores(bound, pass.topk, pass.has_dump)) {
-    // Blocks walk keys with a stride, so that a bound far above the lengths costs little.
-    const int64_t blocks = std::max<int64_t>(1, 32 * int64_t{exec.num_sms} / rows);
-    const LaunchShape shape = {
-        .grid =
-            dim3(static_cast<unsigned>(std::min<int64_t>(blocks, CeilDiv(bound, kKeysPerBlock))),
-                 static_cast<unsigned>(rows)),
-        .block = dim3(kKeysPerBlock),
-        .shared_bytes = static_cast<size_t>(pass.dim * kKeysPerBlock) * sizeof(float)};
-    const absl::Status status = Launch("ScoreKeys", shape, exec, ScoreKeys, pass);
-    if (!status.ok()) return status;
-  }
-  const LaunchShape shape = {.grid = dim3(static_cast<unsigned>(rows)),
-                             .block = dim3(kSelectThreads)};
-  const absl::Status status =
-      Launch("SelectEntries", shape, exec, SelectEntries, pass, pass.has_dump ? entries : selected);
-  if (!status.ok() || !pass.has_dump) return status;
-  return Launch("OrderByScore", shape, exec, OrderByScore, pass,
-                static_cast<const int32_t*>(entries), selected);
+LaunchShape BlockPerRow(const IndexerPass& pass) {
+  return {.grid = dim3(static_cast<unsigned>(pass.rows)), .block = dim3(kSelectThreads)};
 }
 
 }  // namespace
 
-absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec) {
+absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec) {
+  // Blocks walk keys with a stride, so that a bound far above the lengths costs little.
+  const int64_t most = std::max<int64_t>(1, 32 * int64_t{exec.num_sms} / pass.rows);
+  const int64_t blocks = std::min<int64_t>(most, CeilDiv(pass.bound, kKeysPerBlock));
+  return Launch("ScoreKeys",
+                {.grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(pass.rows)),
+                 .block = dim3(kKeysPerBlock),
+                 .shared_bytes = static_cast<size_t>(pass.dim * kKeysPerBlock) * sizeof(float)},
+                exec, ScoreKeys, pass);
+}
+
+absl::Status SelectByBits(const IndexerPass& pass, int32_t* selected, const Exec& exec) {
+  return Launch("SelectEntries", BlockPerRow(pass), exec, SelectEntries, pass, selected);
+}
+
+absl::Status OrderByScores(const IndexerPass& pass, const int32_t* entries, int32_t* selected,
+                           const Exec& exec) {
+  return Launch("OrderEntries", BlockPerRow(pass), exec, OrderEntries, pass, entries, selected);
+}
+
+absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, ScoreStep score,
+                              SelectStep select) {
   const int64_t rows = args.q.rows;
   if (rows == 0) return absl::OkStatus();
   const DeviceBatch& batch = *args.device_batch;
-  const int64_t bound = VisibleKeys(batch.max_tokens - 1);  // Of any row.
+  const int64_t bound = VisibleKeys(batch.max_tokens - 1);
+  const int64_t row_floats = (bound + 3) / 4 * 4;  // Rows begin at 16 bytes.
   const bool has_dump = args.scores != nullptr;
-  Pass pass = {.batch = batch,
-               .plane = args.key_plane,
-               .q = static_cast<const float*>(args.q.data),
-               .w = static_cast<const float*>(args.w.data),
-               .q_stride = args.q.row_stride,
-               .w_stride = args.w.row_stride,
-               .num_heads = args.num_heads,
-               .dim = args.dim,
-               .topk = args.topk,
-               .is_reference = args.arithmetic == Arithmetic::kReference,
-               .has_dump = has_dump,
-               .stride = has_dump ? args.scores_stride : bound};
-  const int64_t most = std::max<int64_t>(1, kMaxScoreFloats / std::max<int64_t>(1, bound));
-  const int64_t rows_per_pass = std::min({rows, most, int64_t{65535}});
+  IndexerPass pass = {.batch = batch,
+                      .plane = args.key_plane,
+                      .q = static_cast<const float*>(args.q.data),
+                      .w = static_cast<const float*>(args.w.data),
+                      .q_stride = args.q.row_stride,
+                      .w_stride = args.w.row_stride,
+                      .num_heads = args.num_heads,
+                      .dim = args.dim,
+                      .topk = args.topk,
+                      .is_reference = args.arithmetic == Arithmetic::kReference,
+                      .has_dump = has_dump,
+                      .bound = bound,
+                      .stride = has_dump ? args.scores_stride : row_floats};
+  const int64_t most = std::max<int64_t>(1, kMaxScoreFloats / std::max<int64_t>(1, row_floats));
+  const int64_t rows_per_pass = std::min({rows, most, kMaxRows});
+  const bool has_scores = NeedsScores(bound, args.topk, has_dump);
   Workspace::Scope scope(exec.workspace);
   float* scratch = nullptr;
-  if (!has_dump && NeedsScores(bound, args.topk, false)) {
-    scratch = scope.Take<float>(rows_per_pass * bound);
-  }
+  if (has_scores && !has_dump) scratch = scope.Take<float>(rows_per_pass * row_floats);
   auto* entries = has_dump ? scope.Take<int32_t>(rows_per_pass * args.topk) : nullptr;
   for (int64_t first = 0; first < rows; first += rows_per_pass) {
     pass.first_row = first;
+    pass.rows = std::min(rows_per_pass, rows - first);
     pass.scores = has_dump ? args.scores + first * args.scores_stride : scratch;
-    const absl::Status status = LaunchPass(pass, std::min(rows_per_pass, rows - first), bound,
-                                           entries, args.selected + first * args.topk, exec);
-    if (!status.ok()) return status;
+    int32_t* selected = args.selected + first * args.topk;
+    if (has_scores) ISTHMUS_RETURN_IF_ERROR(score(pass, exec));
+    ISTHMUS_RETURN_IF_ERROR(select(pass, has_dump ? entries : selected, exec));
+    if (has_dump) ISTHMUS_RETURN_IF_ERROR(OrderByScores(pass, entries, selected, exec));
   }
   return absl::OkStatus();
+}
+
+absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec) {
+  return RunIndexerPasses(args, exec, ScoreByThreads, SelectByBits);
 }
 
 absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_t dim,

@@ -20,9 +20,4 @@ __device__ __forceinline__ IndexerRow RowOf(const DeviceBatch& batch, int64_t ro
   return {batch.sequences + sequence, VisibleKeys(batch.row_position[row])};
 }
 
-// A row that sees at most topk entries selects them all, and needs scores only for a dump.
-ISTHMUS_HOST_DEVICE inline bool NeedsScores(int64_t visible, int64_t topk, bool has_dump) {
-  return visible > 0 && (has_dump || visible > topk);
-}
-
 }  // namespace isthmus::kernels

@@ -28,10 +28,12 @@ absl::Status LaunchIndexerCpu(const IndexerArgs& args, const Exec& exec);
 // Null in a build without CUDA, so that its row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec);
+absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec);
 absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_t dim,
                                   const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchIndexerCuda)(const IndexerArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchIndexerRadix)(const IndexerArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchIndexQueryCuda)(const MatrixView&, int64_t, int64_t,
                                                       const Exec&) = nullptr;
 #endif
@@ -44,6 +46,11 @@ inline constexpr int64_t kIndexRatio = 4;
 
 ISTHMUS_HOST_DEVICE inline int64_t VisibleKeys(int64_t position) {
   return (position + 1) / kIndexRatio;
+}
+
+// A row that sees at most topk entries selects them all, and needs scores only for a dump.
+ISTHMUS_HOST_DEVICE inline bool NeedsScores(int64_t visible, int64_t topk, bool has_dump) {
+  return visible > 0 && (has_dump || visible > topk);
 }
 
 // Ascending in this is: larger score first, both zeros alike, NaN last.

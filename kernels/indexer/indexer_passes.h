@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the indexer runs on a GPU: passes over rows of the batch, each a score step and a select
+// step, for either of which there may be a patch. Internal to this folder.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/core/device_batch.h"
+#include "kernels/core/exec.h"
+#include "kernels/indexer/indexer.h"
+
+namespace isthmus::kernels {
+
+// One pass, as kernels take it.
+struct IndexerPass {
+  DeviceBatch batch;
+  EntryPlane plane;
+  const float* q = nullptr;  // [all rows, num_heads * dim], rows q_stride apart
+  const float* w = nullptr;  // [all rows, num_heads], rows w_stride apart
+  int64_t q_stride = 0;
+  int64_t w_stride = 0;
+  int64_t num_heads = 0;
+  int64_t dim = 0;
+  int64_t topk = 0;
+  bool is_reference = false;
+  bool has_dump = false;  // The scores are the caller's: all are wanted, -infinity beyond.
+  int64_t bound = 0;      // No row sees more keys.
+  int64_t first_row = 0;
+  int64_t rows = 0;         // Of this pass.
+  float* scores = nullptr;  // [rows, stride]; null when nobody needs them
+  int64_t stride = 0;
+};
+
+// Writes the scores that NeedsScores asks for; keys beyond a row's own stay as they are.
+using ScoreStep = absl::Status (*)(const IndexerPass& pass, const Exec& exec);
+// Writes selected[rows, topk], ascending, and in a dump -infinity beyond each row's keys.
+using SelectStep = absl::Status (*)(const IndexerPass& pass, int32_t* selected, const Exec& exec);
+
+// In indexer_cuda.cu, with the trusted steps.
+absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, ScoreStep score,
+                              SelectStep select);
+
+// The trusted steps.
+absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec);
+absl::Status SelectByBits(const IndexerPass& pass, int32_t* selected, const Exec& exec);
+// Reorders entries[rows, topk], which are ascending, into selected[rows, topk], larger score first.
+absl::Status OrderByScores(const IndexerPass& pass, const int32_t* entries, int32_t* selected,
+                           const Exec& exec);
+
+// Patches.
+absl::Status ScoreByMma(const IndexerPass& pass, const Exec& exec);
+absl::Status SelectByRadix(const IndexerPass& pass, int32_t* selected, const Exec& exec);
+
+}  // namespace isthmus::kernels

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The selection of the indexer by radix. Patch indexer.radix_top_k. A block per row; the first 8192
+// scores stay in registers, further ones are read again for each digit. Bound by latency: a row of
+// 8192 scores is 32 KB out of the L2, then two or three rounds of counting in shared memory.
+#include <limits>
+
+#include "kernels/indexer/indexer_passes.h"
+#include "kernels/indexer/indexer_rows.cuh"
+#include "kernels/indexer/radix_select.cuh"
+
+namespace isthmus::kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+
+// Grid: rows of the pass. Block: kThreads. Shared memory: RadixShared, static.
+__global__ __launch_bounds__(kThreads) void SelectRowByRadix(
+    const IndexerPass pass,
+    int32_t* __restrict__ selected) {  // [rows of the pass, topk]
+  __shared__ RadixShared shared;
+  const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
+  if (r.sequence == nullptr) return;
+  float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
+  int32_t* out = selected + int64_t{blockIdx.x} * pass.topk;
+  if (r.visible <= pass.topk) {
+    for (int64_t k = threadIdx.x; k < pass.topk; k += kThreads) {
+      out[k] = k < r.visible ? static_cast<int32_t>(k) : -1;
+    }
+  } else {
+    RadixSelect<kThreads>(scores, r.visible, pass.topk, pass.is_reference, shared, out);
+  }
+  if (!pass.has_dump) return;
+  for (int64_t j = r.visible + threadIdx.x; j < pass.stride; j += kThreads) {
+    scores[j] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+}  // namespace
+
+absl::Status SelectByRadix(const IndexerPass& pass, int32_t* selected, const Exec& exec) {
+  return Launch("SelectRowByRadix",
+                {.grid = dim3(static_cast<unsigned>(pass.rows)), .block = dim3(kThreads)}, exec,
+                SelectRowByRadix, pass, selected);
+}
+
+absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec) {
+  return RunIndexerPasses(args, exec, ScoreByThreads, SelectByRadix);
+}
+
+}  // namespace isthmus::kernels
