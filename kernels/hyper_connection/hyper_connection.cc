@@ -80,7 +80,28 @@ absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales, i
   return absl::OkStatus();
 }
 
+constexpr Patch kFusedPre = {
+    .name = "hyper_connection.fused_pre",
+    .summary =
+        "Mix, gates and weighted sum in one launch over blocks of columns, on tensor cores with fn "
+        "in three bf16 terms, so that one token fills the device and fn is read once for many.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-6},
+    .test = "HyperConnectionFusedTest",
+    .decision = "kernels/hyper_connection/decisions/0001-mix-split-over-columns.md"};
+constexpr const Patch* kPatches[] = {&kFusedPre};
+
+template <typename Args>
+bool FusesMixOf(const Args& args) {
+  return FusesMix(args.streams, args.fn, args.x, args.arithmetic);
+}
+bool FusesPre(const HyperConnectionPreArgs& args) {
+  return FusesMixOf(args) && IsAligned16(args.comb);
+}
+
 constexpr HyperConnectionVariant<HyperConnectionPreArgs> kPreVariants[] = {
+    {&kFusedPre, kSm90Up, FusesPre, LaunchHyperConnectionPreMma},
     {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionPreCpu},
     {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionPreCuda},
 };
@@ -89,11 +110,28 @@ constexpr HyperConnectionVariant<HyperConnectionPostArgs> kPostVariants[] = {
     {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionPostCuda},
 };
 constexpr HyperConnectionVariant<HyperConnectionHeadArgs> kHeadVariants[] = {
+    {&kFusedPre, kSm90Up, FusesMixOf<HyperConnectionHeadArgs>, LaunchHyperConnectionHeadMma},
     {nullptr, kCpuOnly, nullptr, LaunchHyperConnectionHeadCpu},
     {nullptr, kAnyCuda, nullptr, LaunchHyperConnectionHeadCuda},
 };
 
 }  // namespace
+
+std::span<const Patch* const> HyperConnectionPatches() { return kPatches; }
+
+bool IsAligned16(const MatrixView& view) {
+  const int64_t bytes = view.dtype == DType::kBf16 ? 2 : 4;
+  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.row_stride * bytes % 16 == 0;
+}
+
+bool FusesMix(const MatrixView& streams, const WeightView& fn, const MatrixView& x,
+              Arithmetic arithmetic) {
+  constexpr int64_t kBlock = 64;
+  constexpr int64_t kMaxHidden = 8192;  // x of four tokens fits into shared memory.
+  return arithmetic == Arithmetic::kReference && fn.layout == WeightLayout::kMmaTiles &&
+         streams.dtype == x.dtype && x.cols % kBlock == 0 && x.cols <= kMaxHidden &&
+         IsAligned16(streams) && IsAligned16(x);
+}
 
 std::span<const HyperConnectionVariant<HyperConnectionPreArgs>> HyperConnectionPreVariants() {
   return kPreVariants;

@@ -17,11 +17,13 @@
 // Layout     Rows may be strided.
 // Aliasing   HyperConnectionPost may write streams in place. Nothing else may overlap.
 // Numerics   f32; the mix as in kernels/core/gemm.h; round is to bf16 in reference arithmetic.
-// Workspace  tokens * 24 floats.
+// Workspace  tokens * 24 floats; fused, tokens * hidden / 64 * 25 and Exec::counters.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.
 #pragma once
+
+#include <span>
 
 #include "absl/status/status.h"
 #include "kernels/core/arithmetic.h"
@@ -73,6 +75,9 @@ struct HyperConnectionHeadArgs {
 };
 absl::Status HyperConnectionHead(const HyperConnectionHeadArgs& args, const Exec& exec);
 absl::Status HyperConnectionHeadDefinition(const HyperConnectionHeadArgs& args, const Exec& exec);
+
+// All patches of the three operations.
+std::span<const Patch* const> HyperConnectionPatches();
 
 // pre[4], post[4], comb[16] of one token from its 24 mixes (specification 2.3), f32.
 void SplitMixes(const float* mixes, const float* scale, const float* base, int sinkhorn_iterations,

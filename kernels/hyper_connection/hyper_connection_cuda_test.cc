@@ -2,8 +2,7 @@
 // The CUDA variants of the hyper-connections: the trusted path has the CPU's bits, on a GPU and in
 // the emulator, whatever the layout, the strides and the type of the matrices.
 #include <algorithm>
-#include <memory>
-#include <optional>
+#include <cmath>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -13,6 +12,7 @@
 #include "kernels/hyper_connection/hyper_connection_variants.h"
 #include "kernels/testing/compare.h"
 #include "kernels/testing/device.h"
+#include "kernels/testing/device_matrix.h"
 #if ISTHMUS_EMULATED
 #include "kernels/core/emulator/emulator.h"
 #endif
@@ -21,59 +21,10 @@ namespace isthmus::kernels {
 namespace {
 
 using kernels::testing::DeviceCopy;
+using kernels::testing::DeviceMatrix;
 using kernels::testing::DeviceWeight;
 using kernels::testing::SameBits;
 using kernels::testing::TestDevice;
-
-// A matrix of host floats in device memory, `gap` elements of NaN between rows, as f32 or bf16.
-class DeviceMatrix {
- public:
-  DeviceMatrix(const std::vector<float>& values, int64_t rows, int64_t cols, int64_t gap = 0,
-               DType dtype = DType::kF32)
-      : rows_(rows), cols_(cols), stride_(cols + gap), dtype_(dtype) {
-    const size_t count = static_cast<size_t>(std::max<int64_t>(1, rows * stride_));
-    std::vector<float> spread(count, std::nanf(""));
-    for (int64_t r = 0; r < rows; ++r) {
-      std::copy_n(values.begin() + r * cols, cols, spread.begin() + r * stride_);
-    }
-    if (dtype == DType::kF32) {
-      floats_.emplace(spread);
-    } else {
-      std::vector<uint16_t> bits(count);
-      std::transform(spread.begin(), spread.end(), bits.begin(), Bf16Bits);
-      halves_.emplace(bits);
-    }
-  }
-  MatrixView view() const {
-    void* data = dtype_ == DType::kF32 ? static_cast<void*>(floats_->data()) : halves_->data();
-    return {data, dtype_, rows_, cols_, stride_};
-  }
-  std::vector<float> ToHost() const {
-    std::vector<float> spread;
-    if (dtype_ == DType::kF32) {
-      spread = floats_->ToHost();
-    } else {
-      for (const uint16_t bits : halves_->ToHost()) spread.push_back(Bf16Value(bits));
-    }
-    std::vector<float> out;
-    for (int64_t r = 0; r < rows_; ++r) {
-      const auto row = spread.begin() + r * stride_;
-      out.insert(out.end(), row, row + cols_);
-      // Nobody writes between rows.
-      EXPECT_TRUE(std::all_of(row + cols_, row + stride_, [](float x) { return std::isnan(x); }));
-    }
-    return out;
-  }
-  ::testing::AssertionResult Intact() const {
-    return dtype_ == DType::kF32 ? floats_->Intact() : halves_->Intact();
-  }
-
- private:
-  int64_t rows_, cols_, stride_;
-  DType dtype_;
-  std::optional<DeviceCopy<float>> floats_;
-  std::optional<DeviceCopy<uint16_t>> halves_;
-};
 
 struct Form {
   const char* name;

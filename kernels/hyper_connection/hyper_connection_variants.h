@@ -30,17 +30,29 @@ absl::Status LaunchHyperConnectionPreCpu(const HyperConnectionPreArgs& args, con
 absl::Status LaunchHyperConnectionPostCpu(const HyperConnectionPostArgs& args, const Exec& exec);
 absl::Status LaunchHyperConnectionHeadCpu(const HyperConnectionHeadArgs& args, const Exec& exec);
 
+// What the fused kernels (mix_mma.cuh) ask of matrices that they read or write 16 bytes at a time:
+// aligned rows, streams and x of one type, hidden in whole blocks, fn in tiles, reference
+// arithmetic.
+bool IsAligned16(const MatrixView& view);
+bool FusesMix(const MatrixView& streams, const WeightView& fn, const MatrixView& x,
+              Arithmetic arithmetic);
+
+// Null in a build without CUDA, so that its row of the table is never chosen.
+using LaunchPre = absl::Status (*)(const HyperConnectionPreArgs&, const Exec&);
+using LaunchPost = absl::Status (*)(const HyperConnectionPostArgs&, const Exec&);
+using LaunchHead = absl::Status (*)(const HyperConnectionHeadArgs&, const Exec&);
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchHyperConnectionPreCuda(const HyperConnectionPreArgs& args, const Exec& exec);
 absl::Status LaunchHyperConnectionPostCuda(const HyperConnectionPostArgs& args, const Exec& exec);
 absl::Status LaunchHyperConnectionHeadCuda(const HyperConnectionHeadArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionPreMma(const HyperConnectionPreArgs& args, const Exec& exec);
+absl::Status LaunchHyperConnectionHeadMma(const HyperConnectionHeadArgs& args, const Exec& exec);
 #else
-inline constexpr absl::Status (*LaunchHyperConnectionPreCuda)(const HyperConnectionPreArgs&,
-                                                              const Exec&) = nullptr;
-inline constexpr absl::Status (*LaunchHyperConnectionPostCuda)(const HyperConnectionPostArgs&,
-                                                               const Exec&) = nullptr;
-inline constexpr absl::Status (*LaunchHyperConnectionHeadCuda)(const HyperConnectionHeadArgs&,
-                                                               const Exec&) = nullptr;
+inline constexpr LaunchPre LaunchHyperConnectionPreCuda = nullptr;
+inline constexpr LaunchPost LaunchHyperConnectionPostCuda = nullptr;
+inline constexpr LaunchHead LaunchHyperConnectionHeadCuda = nullptr;
+inline constexpr LaunchPre LaunchHyperConnectionPreMma = nullptr;
+inline constexpr LaunchHead LaunchHyperConnectionHeadMma = nullptr;
 #endif
 
 }  // namespace isthmus::kernels

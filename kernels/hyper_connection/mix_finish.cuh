@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// The second half of mix_mma.cuh: what the last block of a group does with the sums of all, and the
+// kernel with its launch.
+#pragma once
+
+#include "absl/status/status.h"
+#include "kernels/core/workspace.h"
+#include "kernels/hyper_connection/mix_mma.cuh"
+
+namespace isthmus::kernels::mix {
+
+// What the last block keeps in shared memory (FinishBytes).
+struct Finish {
+  float* pre;      // [kMaxGroup][4]
+  float* logits;   // [kMaxGroup][kLogitPitch]
+  float* squares;  // [2][kMixWarps]
+  float* partial;  // [group][kMixWarps][mixes + 1]
+  uint16_t* x;     // [tokens at a time][hidden], in the place of `partial`
+};
+
+__device__ __forceinline__ Finish FinishIn(unsigned char* shared) {
+  auto* floats = reinterpret_cast<float*>(shared);
+  float* logits = floats + kMaxGroup * M;
+  float* squares = logits + kMaxGroup * kLogitPitch;
+  float* rest = floats + kGateFloats;
+  return {floats, logits, squares, rest, reinterpret_cast<uint16_t*>(rest)};
+}
+
+// Each warp adds up every kMixWarps-th block's sums of every token of the group.
+template <typename T, int kMixes>
+__device__ __forceinline__ void AddBlocks(const Params<T>& p, int64_t first, int count,
+                                          const Finish& finish) {
+  constexpr int kRow = kMixes + 1;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  if (warp >= kMixWarps || lane >= kRow) return;
+  const int blocks = static_cast<int>(gridDim.x);
+  for (int u = 0; u < count; ++u) {
+    const float* from = p.partials + (first + u) * blocks * kRow + lane;
+    float total = 0.0f;
+#pragma unroll 8
+    for (int b = warp; b < blocks; b += kMixWarps) total += __ldcg(from + int64_t{b} * kRow);
+    finish.partial[(u * kMixWarps + warp) * kRow + lane] = total;
+  }
+}
+
+// From the sums of the warps: pre and the logits of comb into shared memory, post to its matrix.
+template <typename T, int kMixes>
+__device__ __forceinline__ void SplitMixesOf(const Params<T>& p, int64_t first, int count,
+                                             const Finish& finish) {
+  constexpr int kRow = kMixes + 1;
+  for (int i = static_cast<int>(threadIdx.x); i < count * kMixes; i += kThreads) {
+    const int u = i / kMixes;
+    const int mix = i % kMixes;
+    const float* sums = finish.partial + u * kMixWarps * kRow;
+    float total = 0.0f;
+    float squares = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kMixWarps; ++w) {
+      total += sums[w * kRow + mix];
+      squares += sums[w * kRow + kMixes];
+    }
+    const float r = 1.0f / sqrtf(squares / static_cast<float>(M * p.hidden) + p.epsilon);
+    const int kind = mix < M ? 0 : mix < 2 * M ? 1 : 2;
+    const float logit = r * total * p.scale[kind] + p.base[mix];
+    if (kind == 2) {
+      finish.logits[u * kLogitPitch + mix - 2 * M] = logit;
+      continue;
+    }
+    const float gate = Sigmoid(logit);
+    if (kind == 0) {
+      finish.pre[u * M + mix] = gate + p.hc_epsilon;
+    } else {
+      p.post[(first + u) * p.post_stride + mix - M] = gate + gate;
+    }
+  }
+}
+
+// Divides the lines of c (rows: start 4, step 1; columns: start 1, step 4) by their sums, by the
+// approximate reciprocal: the passes contract its error.
+__device__ __forceinline__ void DivideLines(int start, int step, float epsilon, float (&c)[M * M]) {
+#pragma unroll
+  for (int line = 0; line < M; ++line) {
+    const int at = line * start;
+    const float sum = ((c[at] + c[at + step]) + (c[at + 2 * step] + c[at + 3 * step])) + epsilon;
+    const float inverse = __fdividef(1.0f, sum);
+#pragma unroll
+    for (int i = 0; i < M; ++i) c[at + i * step] *= inverse;
+  }
+}
+
+// comb of one token a lane, from its logits: the warp beside those that make x.
+template <typename T>
+__device__ __forceinline__ void Balance(const Params<T>& p, int64_t first, int count,
+                                        const Finish& finish) {
+  const int u = static_cast<int>(threadIdx.x) % kWarpLanes;
+  if (u >= count) return;
+  float c[M * M];
+#pragma unroll
+  for (int i = 0; i < M * M; ++i) c[i] = finish.logits[u * kLogitPitch + i];
+#pragma unroll
+  for (int row = 0; row < M * M; row += M) {
+    const float largest = fmaxf(fmaxf(c[row], c[row + 1]), fmaxf(c[row + 2], c[row + 3]));
+#pragma unroll
+    for (int k = 0; k < M; ++k) c[row + k] = Exp(c[row + k] - largest);
+    const float sum = (c[row] + c[row + 1]) + (c[row + 2] + c[row + 3]);
+#pragma unroll
+    for (int k = 0; k < M; ++k) c[row + k] = c[row + k] / sum + p.hc_epsilon;
+  }
+  DivideLines(1, M, p.hc_epsilon, c);
+  for (int pass = 1; pass < p.iterations; ++pass) {
+    DivideLines(M, 1, p.hc_epsilon, c);
+    DivideLines(1, M, p.hc_epsilon, c);
+  }
+  auto* to = reinterpret_cast<float4*>(p.comb + (first + u) * p.comb_stride);
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+    to[i] = make_float4(c[M * i], c[M * i + 1], c[M * i + 2], c[M * i + 3]);
+  }
+}
+
+// Eight columns of x: round(sum_m pre[m] v[m]), m ascending.
+template <typename T>
+__device__ __forceinline__ uint4 CombineEight(const T* streams, int64_t hidden, const float* pre,
+                                              float (&x)[8]) {
+  float v[M][8];
+#pragma unroll
+  for (int m = 0; m < M; ++m) Load8FromL2(streams + m * hidden, v[m]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x[i] = pre[0] * v[0][i];
+#pragma unroll
+    for (int m = 1; m < M; ++m) x[i] = fmaf(pre[m], v[m][i], x[i]);
+  }
+  return Round8(x);
+}
+
+// x of the group's tokens, normed when there is a weight: a team of warps_per_token warps a token.
+template <typename T>
+__device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int count,
+                                       const Finish& finish) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int teams = kMixWarps / p.warps_per_token;
+  const int team = warp / p.warps_per_token;
+  const int team_threads = p.warps_per_token * kWarpLanes;
+  const int thread = static_cast<int>(threadIdx.x) - team * team_threads;
+  uint16_t* kept = finish.x + team * p.hidden;
+  for (int u = team, turn = 0; u < count; u += teams, turn ^= 1) {
+    const T* streams = p.out + (first + u) * p.out_stride;
+    T* to = p.x + (first + u) * p.x_stride;
+    const float* pre = finish.pre + u * M;
+    float squares = 0.0f;
+#pragma unroll 2
+    for (int64_t d = 8 * thread; d < p.hidden; d += 8 * team_threads) {
+      float x[8];
+      const uint4 packed = CombineEight(streams + d, p.hidden, pre, x);
+      if (p.norm_weight == nullptr) {
+        Store8(to + d, x, packed);
+        continue;
+      }
+      *reinterpret_cast<uint4*>(kept + d) = packed;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) squares = fmaf(x[i], x[i], squares);
+    }
+    if (p.norm_weight == nullptr) continue;
+    squares = WarpSum(squares);
+    // Two sets of sums in turn, so that one barrier a token is enough.
+    float* sums = finish.squares + turn * kMixWarps;
+    if (threadIdx.x % kWarpLanes == 0) sums[warp] = squares;
+    SyncThreads(1 + team, team_threads);
+    float total = 0.0f;
+    for (int w = 0; w < p.warps_per_token; ++w) total += sums[team * p.warps_per_token + w];
+    const float scale = 1.0f / sqrtf(total / static_cast<float>(p.hidden) + p.norm_epsilon);
+#pragma unroll 2
+    for (int64_t d = 8 * thread; d < p.hidden; d += 8 * team_threads) {
+      float x[8], weight[8];
+      Load8(kept + d, x);
+      Load8(p.norm_weight + d, weight);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = x[i] * scale * weight[i];
+      const uint4 packed = Round8(x);
+      Store8(to + d, x, packed);
+    }
+  }
+}
+
+// Into L2 what the last block reads first and nobody before: its part of the norm's weight, and the
+// first block's the few numbers of the gates.
+template <typename T>
+__device__ __forceinline__ void PrefetchFinish(const Params<T>& p, int mixes) {
+  constexpr int kSectorFloats = 8;
+  const int i = static_cast<int>(threadIdx.x) * kSectorFloats;
+  if (p.norm_weight != nullptr && i < kBlockColumns) {
+    PrefetchL2(p.norm_weight + int64_t{blockIdx.x} * kBlockColumns + i);
+  }
+  if (blockIdx.x != 0) return;
+  if (i < mixes) PrefetchL2(p.base + i);
+  if (i == 0) PrefetchL2(p.scale);
+}
+
+// Blocks of an SM at once; where registers do not suffice for two, one.
+template <typename T, Precision kPrecision>
+constexpr int MinBlocks() {
+  return sizeof(T) == 4 && kPrecision == Precision::kF32 ? 1 : 2;
+}
+
+// Grid: [hidden / kBlockColumns, groups]. Block: kThreads. Shared memory: SharedBytes, dynamic.
+// Requires hidden % kBlockColumns == 0, rows aligned to 16 bytes, fn in kMmaTiles.
+template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
+__global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGroup(Params<T> p) {
+  __shared__ unsigned turn;
+  unsigned char* shared = DynamicShared();
+  auto* sums = reinterpret_cast<float*>(shared + kStages * StageBytes<T>(kHasPost));
+  constexpr int kSums = kMixWarps * kTile * (kMixes + 1);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int64_t first = int64_t{blockIdx.y} * p.group;
+  const int count = static_cast<int>(p.tokens - first < p.group ? p.tokens - first : p.group);
+  const int tiles = (count + kTile - 1) / kTile;
+
+  LetSuccessorStart();
+  PrefetchFinish(p, kMixes);
+  Weights<kPrecision> weights;
+  if (warp < kMixWarps) {
+    const int64_t column = int64_t{blockIdx.x} * kBlockColumns + warp / M * kWarpColumns;
+    LoadWeights<kPrecision, kMixes>(p.fn, M * p.hidden, warp % M * p.hidden + column, &weights);
+  }
+  WaitForPredecessor();
+  for (int tile = 0; tile < kStages - 1; ++tile) {
+    CopyTile<T, kHasPost>(p, first, count, tile, shared);
+  }
+  for (int tile = 0; tile < tiles; ++tile) {
+    WaitForCopies<kStages - 2>();
+    __syncthreads();  // The tile is here, and all are done with the one before.
+    CopyTile<T, kHasPost>(p, first, count, tile + kStages - 1, shared);
+    if (tile > 0) AddWarps<T, kMixes>(p, first, count, tile - 1, sums + (tile - 1) % 2 * kSums);
+    if (warp < kMixWarps) {
+      MixTile<T, kPrecision, kMixes, kHasPost>(
+          p, weights, first, count, tile, shared + tile % kStages * StageBytes<T>(kHasPost),
+          sums + tile % 2 * kSums + warp * kTile * (kMixes + 1));
+    }
+  }
+  __syncthreads();
+  AddWarps<T, kMixes>(p, first, count, tiles - 1, sums + (tiles - 1) % 2 * kSums);
+  WaitForCopies<0>();
+  if (TakeTurn(p.counters + blockIdx.y, gridDim.x, &turn) != gridDim.x - 1) return;
+
+  const Finish finish = FinishIn(shared);
+  AddBlocks<T, kMixes>(p, first, count, finish);
+  __syncthreads();
+  SplitMixesOf<T, kMixes>(p, first, count, finish);
+  __syncthreads();
+  if (warp < kMixWarps) {
+    WriteX(p, first, count, finish);
+  } else if constexpr (kMixes == kNumMixes) {
+    Balance(p, first, count, finish);
+  }
+}
+
+// Tokens of a block: more of them read fn less often, fewer of them spread over more blocks.
+inline int GroupFor(int64_t tokens) {
+  if (tokens <= 2) return 1;
+  if (tokens <= 8) return 2;
+  if (tokens <= 32) return 4;
+  if (tokens <= 128) return 8;
+  return tokens <= 512 ? 16 : kMaxGroup;
+}
+
+// Fills in what `params` lacks (partials, counters, group) and launches. The partial sums of a
+// token depend on nothing else in the batch; the team that makes its x does, unless
+// batch_invariant.
+template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
+absl::Status LaunchMixGroup(Params<T> params, const Exec& exec) {
+  if (params.tokens == 0) return absl::OkStatus();
+  const int64_t blocks = params.hidden / kBlockColumns;
+  Workspace::Scope scope(exec.workspace);
+  params.partials = scope.Take<float>(params.tokens * blocks * (kMixes + 1));
+  params.counters = exec.counters;
+  params.group = GroupFor(params.tokens);
+  params.warps_per_token = exec.batch_invariant || params.group > 2 ? 2 : 8 / params.group;
+  const int64_t pass = kStages * StageBytes<T>(kHasPost) + SumsBytes(kMixes);
+  const int64_t finish = FinishBytes(params.hidden, kMixes, params.warps_per_token);
+  return Launch("MixGroup",
+                {.grid = dim3(static_cast<unsigned>(blocks), CeilDiv(params.tokens, params.group)),
+                 .block = dim3(kThreads),
+                 .shared_bytes = static_cast<size_t>(pass > finish ? pass : finish),
+                 .overlaps_predecessor = true},
+                exec, MixGroup<T, kPrecision, kMixes, kHasPost>, params);
+}
+
+}  // namespace isthmus::kernels::mix
