@@ -4,6 +4,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "services/base/check.h"
 
 namespace isthmus {
 
@@ -39,6 +40,13 @@ bool PatchSet::IsOn(const Patch& patch) const {
     if (entry.patch == &patch) return entry.on;
   }
   return patch.default_on;
+}
+
+uint64_t PatchSet::OnBits() const {
+  ISTHMUS_CHECK(entries_.size() <= 64);
+  uint64_t bits = 0;
+  for (size_t i = 0; i < entries_.size(); ++i) bits |= uint64_t{entries_[i].on} << i;
+  return bits;
 }
 
 std::vector<std::string> PatchSet::Describe() const {

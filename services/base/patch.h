@@ -63,6 +63,10 @@ class PatchSet {
 
   bool IsOn(const Patch& patch) const;
 
+  // The switches as bits, in the order of registration: what a captured graph was made with. At
+  // most 64 patches (checked).
+  uint64_t OnBits() const;
+
   // One line per patch, "name on|off (default|config)", in the order of registration.
   std::vector<std::string> Describe() const;
 

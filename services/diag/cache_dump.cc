@@ -5,7 +5,9 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/core/device.h"
 #include "kernels/core/quantise.h"
+#include "services/base/status_macros.h"
 
 namespace isthmus::diag {
 namespace {
@@ -86,9 +88,34 @@ void AddKvBytes(const KvLayout& layout, Dump& dump) {
   }
 }
 
-void AddEntryBytes(const KvLayout& layout, const kv::SequenceCache& cache, int64_t first_token,
+absl::StatusOr<CacheCopy> CacheCopy::Of(const KvLayout& layout, const kv::SequenceCache& cache,
+                                        int device) {
+  CacheCopy out;
+  out.view_ = cache.View(0, 0);
+  out.num_tokens_ = cache.num_tokens();
+  if (device == kv::kHostMemory) return out;
+  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(device));
+  // A copy to pageable memory returns when it is done.
+  const auto fetch = [&](const std::byte* from, int64_t bytes) -> absl::StatusOr<std::byte*> {
+    out.bytes_.emplace_back(static_cast<size_t>(bytes));
+    std::byte* const to = out.bytes_.back().data();
+    ISTHMUS_RETURN_IF_ERROR(kernels::CopyToHost(to, from, bytes, nullptr));
+    return to;
+  };
+  ISTHMUS_ASSIGN_OR_RETURN(out.view_.state, fetch(out.view_.state, layout.state_slot_bytes));
+  for (size_t k = 0; k < kernels::kNumPagedKinds; ++k) {
+    for (const std::byte* page : out.view_.pages[k]) {
+      ISTHMUS_ASSIGN_OR_RETURN(std::byte* const copy, fetch(page, layout.kinds[k].bytes()));
+      out.pages_[k].push_back(copy);
+    }
+    out.view_.pages[k] = out.pages_[k];
+  }
+  return out;
+}
+
+void AddEntryBytes(const KvLayout& layout, const CacheCopy& cache, int64_t first_token,
                    Dump& dump) {
-  const kernels::SequenceKv view = cache.View(0, 0);
+  const kernels::SequenceKv& view = cache.view();
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const kernels::CacheKind& kind = layout.kinds[k];
     const char* name = k == kernels::kIndexKey ? "index_key_bytes" : "compressed_bytes";
@@ -108,8 +135,8 @@ void AddEntryBytes(const KvLayout& layout, const kv::SequenceCache& cache, int64
   }
 }
 
-void AddStateSlot(const KvLayout& layout, const kv::SequenceCache& cache, Dump& dump) {
-  const kernels::SequenceKv view = cache.View(0, 0);
+void AddStateSlot(const KvLayout& layout, const CacheCopy& cache, Dump& dump) {
+  const kernels::SequenceKv& view = cache.view();
   const int64_t window = layout.geometry.window;
   std::vector<int32_t> positions(static_cast<size_t>(window), -1);
   for (int64_t p = std::max<int64_t>(0, cache.num_tokens() - window); p < cache.num_tokens(); ++p) {

@@ -235,13 +235,16 @@ absl::StatusOr<Dump> RunDump(LocalEngine& local, const DumpOptions& options) {
   if (options.set == DumpSet::kGolden || options.set == DumpSet::kLayers) {
     AddRouterBias(local.weights(), dump);
   }
+  const kernels::KvLayout& layout = local.forward().layout();
+  ISTHMUS_ASSIGN_OR_RETURN(const CacheCopy copy,
+                           CacheCopy::Of(layout, cache, local.pool().device()));
   if (options.set == DumpSet::kStages) {
-    AddKvBytes(local.forward().layout(), dump);
-    AddEntryBytes(local.forward().layout(), cache, first_kept, dump);
+    AddKvBytes(layout, dump);
+    AddEntryBytes(layout, copy, first_kept, dump);
   }
   if (options.set == DumpSet::kCache) {
-    AddEntryBytes(local.forward().layout(), cache, 0, dump);
-    AddStateSlot(local.forward().layout(), cache, dump);
+    AddEntryBytes(layout, copy, 0, dump);
+    AddStateSlot(layout, copy, dump);
   }
   return dump;
 }

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/patches.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::diag {
@@ -18,22 +19,40 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
   local->cache_tokens_ = options.max_tokens;
   local->exec_.threads = local->threads_.get();
   local->exec_.workspace = &local->workspace_;
+  ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(options.device));
   model::WeightOptions weight_options;
   weight_options.index_topk = options.index_topk;
+  if (device >= 0) weight_options.residency = model::WeightOptions::kMapped;
   ISTHMUS_ASSIGN_OR_RETURN(local->weights_, model::Weights::Load(options.checkpoint, weight_options,
                                                                  local->threads_.get()));
+  model::ModelViews views = local->weights_->views();
+  if (device >= 0) {
+    ISTHMUS_RETURN_IF_ERROR(local->OpenDevice(device));
+    views = local->device_weights_->views();
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(local->patches_,
+                           PatchSet::Resolve(kernels::AllPatches(), options.patches));
+  local->exec_.patches = &local->patches_;
   ISTHMUS_ASSIGN_OR_RETURN(
-      local->forward_,
-      model::ModelForward::Create(local->weights_.get(), options.arithmetic, options.page_tokens));
-  ISTHMUS_ASSIGN_OR_RETURN(
-      local->pool_,
-      kv::CachePool::Create(local->forward_->layout(), options.max_tokens, options.max_sequences));
+      local->forward_, model::ModelForward::Create(views, options.arithmetic, options.page_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(local->pool_,
+                           kv::CachePool::Create(local->forward_->layout(), options.max_tokens,
+                                                 options.max_sequences, device));
   engine::EngineOptions engine_options;
   engine_options.chunk_tokens = options.chunk_tokens;
   engine_options.eos_token_id = local->weights_->config().eos_token_id;
   local->engine_ = std::make_unique<engine::Engine>(local->forward_.get(), local->pool_.get(),
                                                     engine_options, local->exec_);
   return local;
+}
+
+absl::Status LocalEngine::OpenDevice(int device) {
+  ISTHMUS_ASSIGN_OR_RETURN(device_, model::DeviceContext::Open(device));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      device_weights_, model::DeviceWeights::Upload(*weights_, /*plan=*/nullptr, threads_.get()));
+  exec_ = device_->exec();
+  exec_.threads = threads_.get();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<kernels::Arithmetic> ParseArithmetic(const std::string& name) {

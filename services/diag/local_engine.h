@@ -4,14 +4,18 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "services/base/patch.h"
 #include "services/base/thread_pool.h"
 #include "services/engine/engine.h"
 #include "services/kv/sequence_cache.h"
+#include "services/model/device_context.h"
+#include "services/model/device_weights.h"
 #include "services/model/forward.h"
 #include "services/model/weights.h"
 
@@ -25,7 +29,9 @@ struct LocalEngineOptions {
   int64_t max_tokens = 65536;  // Tokens that the cache has room for, of all sequences.
   int32_t max_sequences = 8;
   int page_tokens = 256;
-  int threads = 0;  // 0: one per processor, at most 64.
+  int threads = 0;                      // 0: one per processor, at most 64.
+  std::string device = "cpu";           // Or cuda:<number>.
+  std::map<std::string, bool> patches;  // Switched on or off.
 };
 
 class LocalEngine {
@@ -34,6 +40,8 @@ class LocalEngine {
 
   const model::Weights& weights() const { return *weights_; }
   model::ModelForward& forward() { return *forward_; }
+  // The GPU, or null.
+  const model::DeviceContext* device() const { return device_.get(); }
   kv::CachePool& pool() { return *pool_; }
   engine::Engine& engine() { return *engine_; }
   int64_t cache_tokens() const { return cache_tokens_; }  // Of all sequences together.
@@ -42,12 +50,16 @@ class LocalEngine {
 
  private:
   LocalEngine() = default;
+  absl::Status OpenDevice(int device);
 
   std::unique_ptr<ThreadPool> threads_;
   kernels::Workspace workspace_;
   kernels::Exec exec_;
   int64_t cache_tokens_ = 0;
+  PatchSet patches_;
+  std::unique_ptr<model::DeviceContext> device_;
   std::unique_ptr<model::Weights> weights_;
+  std::unique_ptr<model::DeviceWeights> device_weights_;
   std::unique_ptr<model::ModelForward> forward_;
   std::unique_ptr<kv::CachePool> pool_;
   std::unique_ptr<engine::Engine> engine_;

@@ -16,6 +16,21 @@ Engine::Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions
                const kernels::Exec& exec)
     : forward_(forward), pool_(pool), options_(options), exec_(exec) {
   if (exec_.workspace == nullptr) exec_.workspace = &workspace_;
+  sampling_exec_.threads = exec_.threads;
+  sampling_exec_.workspace = kernels::IsDevice(exec_.arch) ? &workspace_ : exec_.workspace;
+}
+
+absl::Status Engine::TakeLogits(int64_t count) {
+  if (!kernels::IsDevice(exec_.arch)) {
+    host_logits_.resize(static_cast<size_t>(count));
+    logits_ = host_logits_.data();
+    return absl::OkStatus();
+  }
+  if (const int64_t bytes = 4 * count; bytes > pinned_logits_.bytes()) {
+    ISTHMUS_ASSIGN_OR_RETURN(pinned_logits_, kernels::PinnedBuffer::Allocate(2 * bytes));
+  }
+  logits_ = pinned_logits_.as<float>();
+  return absl::OkStatus();
 }
 
 absl::Status Engine::Validate(std::span<const int32_t> prompt,
@@ -110,17 +125,16 @@ absl::Status Engine::Step(std::span<Sequence* const> sequences) {
   ISTHMUS_RETURN_IF_ERROR(Gather(parts, pass));
   const int64_t vocab = forward_->vocab_size();
   const auto num_rows = static_cast<int64_t>(pass.logit_rows.size());
-  logits_.resize(static_cast<size_t>(num_rows * vocab));
+  ISTHMUS_RETURN_IF_ERROR(TakeLogits(num_rows * vocab));
   kernels::Exec exec = exec_;
   exec.phase = pass.tokens.size() == parts.size() ? kPhaseDecode : kPhasePrefill;
-  ISTHMUS_RETURN_IF_ERROR(
-      forward_->Run({.tokens = pass.tokens,
-                     .sequences = pass.views,
-                     .logit_rows = pass.logit_rows,
-                     .logits = kernels::F32Matrix(logits_.data(), num_rows, vocab),
-                     .accepted = pass.accepted,
-                     .accepted_limits = pass.limits},
-                    exec));
+  ISTHMUS_RETURN_IF_ERROR(forward_->Run({.tokens = pass.tokens,
+                                         .sequences = pass.views,
+                                         .logit_rows = pass.logit_rows,
+                                         .logits = kernels::F32Matrix(logits_, num_rows, vocab),
+                                         .accepted = pass.accepted,
+                                         .accepted_limits = pass.limits},
+                                        exec));
   ISTHMUS_RETURN_IF_ERROR(Sample(pass));
   Commit(pass, ++num_steps_);
 #ifdef ISTHMUS_CHECK_INVARIANTS
@@ -157,7 +171,7 @@ absl::Status Engine::Sample(Pass& pass) {
       for (size_t i = 0; i < accepted.size() && goes_on; ++i) goes_on = gain(accepted[i], 0);
     }
     if (!goes_on) continue;
-    const float* row = logits_.data() + static_cast<int64_t>(r) * vocab;
+    const float* row = logits_ + static_cast<int64_t>(r) * vocab;
     ISTHMUS_ASSIGN_OR_RETURN(const int32_t token,
                              kernels::Sample({.logits = kernels::F32Vector(row, vocab),
                                               .temperature = sequence.sampling.temperature,
@@ -165,7 +179,7 @@ absl::Status Engine::Sample(Pass& pass) {
                                               .top_k = sequence.sampling.top_k,
                                               .seed = sequence.sampling.seed,
                                               .counter = sequence.num_draws + caught.tokens.size()},
-                                             exec_));
+                                             sampling_exec_));
     const bool wants_digest = sequence.sampling.wants_logits_digests;
     gain(token, wants_digest ? Crc32c(row, static_cast<size_t>(vocab) * sizeof(float)) : 0);
   }

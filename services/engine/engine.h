@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/core/device.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/workspace.h"
 #include "services/engine/scheduler.h"
@@ -29,7 +30,8 @@ struct EngineOptions {
 
 class Engine {
  public:
-  // `forward`, `pool` and the threads of `exec` must outlive the engine.
+  // `forward`, `pool` and the threads of `exec` must outlive the engine. With the Exec of a GPU the
+  // forward pass and the pages are there; tokens are sampled on the host.
   Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions& options,
          const kernels::Exec& exec);
 
@@ -56,6 +58,7 @@ class Engine {
  private:
   struct Pass;  // One forward pass of a step and what it yields.
 
+  absl::Status TakeLogits(int64_t count);
   absl::Status Gather(std::span<const StepPart> parts, Pass& pass);
   absl::Status Sample(Pass& pass);
   static void Commit(Pass& pass, uint64_t step);
@@ -66,7 +69,11 @@ class Engine {
   const EngineOptions options_;
   kernels::Workspace workspace_;
   kernels::Exec exec_;
-  std::vector<float> logits_;  // [sequences of the step, vocab]
+  kernels::Exec sampling_exec_;
+  // [sequences of the step, vocab]: in pinned memory when a GPU writes them.
+  float* logits_ = nullptr;
+  std::vector<float> host_logits_;
+  kernels::PinnedBuffer pinned_logits_;
   uint64_t num_steps_ = 0;
 };
 

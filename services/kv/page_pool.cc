@@ -14,9 +14,19 @@
 
 namespace isthmus::kv {
 
-absl::StatusOr<Arena> Arena::Create(int64_t bytes) {
+absl::StatusOr<Arena> Arena::Create(int64_t bytes, int device) {
   Arena arena;
+  arena.device_ = device;
   if (bytes == 0) return arena;
+  if (device != kHostMemory) {
+    ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(device));
+    ISTHMUS_ASSIGN_OR_RETURN(arena.on_device_, kernels::DeviceBuffer::Allocate(bytes));
+    arena.data_ = arena.on_device_.data();
+    arena.bytes_ = bytes;
+    ISTHMUS_RETURN_IF_ERROR(kernels::FillDevice(arena.data_, 0, bytes, nullptr));
+    ISTHMUS_RETURN_IF_ERROR(kernels::DeviceStream().Synchronise());
+    return arena;
+  }
   void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
@@ -29,25 +39,30 @@ absl::StatusOr<Arena> Arena::Create(int64_t bytes) {
 }
 
 Arena::Arena(Arena&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      device_(other.device_),
+      on_device_(std::move(other.on_device_)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(device_, other.device_);
+  std::swap(on_device_, other.on_device_);
   return *this;
 }
 
 Arena::~Arena() {
-  if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
+  if (data_ != nullptr && device_ == kHostMemory) munmap(data_, static_cast<size_t>(bytes_));
 }
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, int64_t page_bytes,
-                                                           int32_t num_pages) {
+                                                           int32_t num_pages, int device) {
   if (page_bytes < 0 || num_pages < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("page pool ", name, ": page_bytes ", page_bytes, ", num_pages ", num_pages));
   }
-  ISTHMUS_ASSIGN_OR_RETURN(Arena arena, Arena::Create(page_bytes * num_pages));
+  ISTHMUS_ASSIGN_OR_RETURN(Arena arena, Arena::Create(page_bytes * num_pages, device));
   return std::unique_ptr<PagePool>(
       new PagePool(std::move(name), page_bytes, num_pages, std::move(arena)));
 }
@@ -84,6 +99,16 @@ void PagePool::Release(int32_t page) {
   MutexLock lock(mutex_);
   ISTHMUS_CHECK(page >= 0 && page < num_pages() && holders_[static_cast<size_t>(page)] > 0);
   if (--holders_[static_cast<size_t>(page)] == 0) free_.push_back(page);
+}
+
+absl::Status PagePool::Clear(int32_t page) {
+  if (arena_.device() == kHostMemory) {
+    std::memset(address(page), 0, static_cast<size_t>(page_bytes_));
+    return absl::OkStatus();
+  }
+  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(arena_.device()));
+  ISTHMUS_RETURN_IF_ERROR(kernels::FillDevice(address(page), 0, page_bytes_, nullptr));
+  return kernels::DeviceStream().Synchronise();
 }
 
 int32_t PagePool::num_free() const {

@@ -11,33 +11,42 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/core/device.h"
 #include "services/base/mutex.h"
 
 namespace isthmus::kv {
 
-// Zero-filled memory, aligned to a machine page and committed only when touched. Registered with a
-// transport as a whole.
+// Where pages lie: in the memory of the host, or of a GPU by its number.
+inline constexpr int kHostMemory = -1;
+
+// Zero-filled memory. On the host it is aligned to a machine page, committed only when touched, and
+// registered with a transport as a whole; of a GPU it is taken at once.
 class Arena {
  public:
   Arena() = default;
-  static absl::StatusOr<Arena> Create(int64_t bytes);
+  static absl::StatusOr<Arena> Create(int64_t bytes, int device = kHostMemory);
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
   ~Arena();
 
   std::byte* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
+  // The GPU's number, or kHostMemory.
+  int device() const { return device_; }
 
  private:
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
+  int device_ = kHostMemory;
+  kernels::DeviceBuffer on_device_;
 };
 
 class PagePool {
  public:
   // `num_pages` pages of `page_bytes` each. `name` appears in errors.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, int64_t page_bytes,
-                                                          int32_t num_pages);
+                                                          int32_t num_pages,
+                                                          int device = kHostMemory);
 
   // Takes `count` pages, all or none: ResourceExhausted says how many are wanted and free.
   absl::StatusOr<std::vector<int32_t>> Take(int64_t count);
@@ -48,6 +57,9 @@ class PagePool {
   // Gives one hold back; the page is free when it was the last. Releasing a free page is a bug of
   // ours and ends the process.
   void Release(int32_t page);
+
+  // Sets a page to zeros; of a GPU after all that was enqueued before on no stream of its own.
+  absl::Status Clear(int32_t page);
 
   std::byte* address(int32_t page) const { return arena_.data() + page * page_bytes_; }
   const Arena& arena() const { return arena_; }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/kv/sequence_cache.h"
 
-#include <cstring>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -90,7 +89,8 @@ void SequenceCache::Reset() {
   }
   num_tokens_ = 0;
   capacity_tokens_ = 0;
-  std::memset(pool_->slots().address(slot_), 0, static_cast<size_t>(pool_->slots().page_bytes()));
+  // A device that cannot even do this fails the next step, which can say so.
+  (void)pool_->slots().Clear(slot_);
 }
 
 void SequenceCache::Close() {
@@ -103,7 +103,7 @@ void SequenceCache::Close() {
 
 absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLayout& layout,
                                                              int64_t num_tokens,
-                                                             int32_t num_sequences) {
+                                                             int32_t num_sequences, int device) {
   if (num_tokens <= 0 || num_sequences <= 0) {
     return absl::InvalidArgumentError(absl::StrCat("cache pool: num_tokens ", num_tokens,
                                                    ", num_sequences ", num_sequences,
@@ -113,11 +113,12 @@ absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLa
   for (int k = 0; k < kNumPagedKinds; ++k) {
     const auto kind = static_cast<CacheKindIndex>(k);
     ISTHMUS_ASSIGN_OR_RETURN(
-        pool->pages_[k], PagePool::Create(layout.kinds[kind].name, layout.kinds[kind].bytes(),
-                                          static_cast<int32_t>(layout.PagesFor(kind, num_tokens))));
+        pool->pages_[k],
+        PagePool::Create(layout.kinds[kind].name, layout.kinds[kind].bytes(),
+                         static_cast<int32_t>(layout.PagesFor(kind, num_tokens)), device));
   }
-  ISTHMUS_ASSIGN_OR_RETURN(pool->slots_,
-                           PagePool::Create("state_slot", layout.state_slot_bytes, num_sequences));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      pool->slots_, PagePool::Create("state_slot", layout.state_slot_bytes, num_sequences, device));
   return pool;
 }
 

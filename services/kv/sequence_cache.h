@@ -68,15 +68,18 @@ class SequenceCache {
 class CachePool {
  public:
   // Pages for `num_tokens` tokens in all and state slots for `num_sequences` sequences. A kind
-  // that no layer has gets no pages.
+  // that no layer has gets no pages. `device`: as in page_pool.h.
   static absl::StatusOr<std::unique_ptr<CachePool>> Create(const kernels::KvLayout& layout,
                                                            int64_t num_tokens,
-                                                           int32_t num_sequences);
+                                                           int32_t num_sequences,
+                                                           int device = kHostMemory);
 
   // An empty sequence with a cleared state slot; ResourceExhausted when no slot is free.
   absl::StatusOr<SequenceCache> Open();
 
   const kernels::KvLayout& layout() const { return layout_; }
+  // The GPU that the pages lie on, or kHostMemory.
+  int device() const { return slots_->arena().device(); }
   PagePool& pages(kernels::CacheKindIndex kind) { return *pages_[kind]; }
   // State slots are pages of a pool of their own: page index = slot, page_bytes = slot bytes.
   PagePool& slots() { return *slots_; }

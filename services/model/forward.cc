@@ -8,12 +8,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/core/formats.h"
+#include "kernels/all_reduce/all_reduce.h"
+#include "kernels/elementwise/elementwise.h"
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
 #include "services/base/status_macros.h"
+#include "services/model/device_steps.h"
 #include "services/model/forward_step.h"
 
 namespace isthmus::model {
@@ -55,18 +57,44 @@ kernels::KvGeometry GeometryOf(const ModelConfig& config, Arithmetic arithmetic,
 absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(const Weights* weights,
                                                                    Arithmetic arithmetic,
                                                                    int page_tokens) {
-  ISTHMUS_ASSIGN_OR_RETURN(
-      kernels::KvLayout layout,
-      kernels::KvLayout::Create(GeometryOf(weights->config(), arithmetic, page_tokens)));
-  return std::unique_ptr<ModelForward>(new ModelForward(weights, arithmetic, std::move(layout)));
+  return Create(weights->views(), arithmetic, page_tokens);
 }
 
-ModelForward::ModelForward(const Weights* weights, Arithmetic arithmetic, kernels::KvLayout layout)
-    : weights_(weights),
+absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(const ModelViews& views,
+                                                                   Arithmetic arithmetic,
+                                                                   int page_tokens) {
+  ISTHMUS_ASSIGN_OR_RETURN(kernels::KvLayout layout, kernels::KvLayout::Create(GeometryOf(
+                                                         *views.config, arithmetic, page_tokens)));
+  std::unique_ptr<ModelForward> forward(new ModelForward(views, arithmetic, std::move(layout)));
+  if (views.on_device) ISTHMUS_RETURN_IF_ERROR(forward->PrepareDevice());
+  return forward;
+}
+
+ModelForward::ModelForward(const ModelViews& views, Arithmetic arithmetic, kernels::KvLayout layout)
+    : views_(views),
       arithmetic_(arithmetic),
       layout_(std::move(layout)),
-      plain_frequency_(PlainFrequency(weights->config())),
-      compressed_frequency_(CompressedFrequency(weights->config())) {}
+      host_plain_frequency_(PlainFrequency(*views.config)),
+      host_compressed_frequency_(CompressedFrequency(*views.config)),
+      plain_frequency_(host_plain_frequency_),
+      compressed_frequency_(host_compressed_frequency_) {}
+
+ModelForward::~ModelForward() = default;
+
+absl::Status ModelForward::PrepareDevice() {
+  const auto count = static_cast<int64_t>(plain_frequency_.size());
+  ISTHMUS_ASSIGN_OR_RETURN(device_frequencies_, kernels::DeviceBuffer::Allocate(2 * count * 4));
+  auto* plain = device_frequencies_.as<float>();
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::CopyToDevice(plain, host_plain_frequency_.data(), count * 4, nullptr));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::CopyToDevice(plain + count, host_compressed_frequency_.data(), count * 4, nullptr));
+  ISTHMUS_RETURN_IF_ERROR(kernels::DeviceStream().Synchronise());
+  plain_frequency_ = {plain, static_cast<size_t>(count)};
+  compressed_frequency_ = {plain + count, static_cast<size_t>(count)};
+  device_steps_ = std::make_unique<DeviceSteps>(this, views_.head.rows);
+  return absl::OkStatus();
+}
 
 absl::Status ModelForward::Validate(const ForwardBatch& batch) const {
   const auto rows = static_cast<int64_t>(batch.tokens.size());
@@ -98,10 +126,11 @@ absl::Status ModelForward::Validate(const ForwardBatch& batch) const {
         absl::StrCat("forward: sequences have ", next, " rows, the batch has ", rows));
   }
   const auto logit_rows = static_cast<int64_t>(batch.logit_rows.size());
-  if (logit_rows != 0 && (batch.logits.rows != logit_rows || batch.logits.cols != vocab_size())) {
+  const int64_t columns = views_.head.rows;
+  if (logit_rows != 0 && (batch.logits.rows != logit_rows || batch.logits.cols != columns)) {
     return absl::InvalidArgumentError(absl::StrCat("forward: logits are [", batch.logits.rows, ", ",
                                                    batch.logits.cols, "], expected [", logit_rows,
-                                                   ", ", vocab_size(), "]"));
+                                                   ", ", columns, "]"));
   }
   for (int64_t row : batch.logit_rows) {
     if (row < 0 || row >= rows) {
@@ -114,45 +143,62 @@ absl::Status ModelForward::Validate(const ForwardBatch& batch) const {
 
 absl::Status ModelForward::Run(const ForwardBatch& batch, const kernels::Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(Validate(batch));
-  const ModelConfig& config = weights_->config();
-  Step step(batch, exec, config.hidden_size);
+  if (kernels::IsDevice(exec.arch) != views_.on_device) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("forward: the weights are ", views_.on_device ? "" : "not ",
+                     "on a device, the step is for architecture ", exec.arch));
+  }
+  return views_.on_device ? device_steps_->Run(batch, exec) : RunOnHost(batch, exec);
+}
+
+absl::Status ModelForward::RunOnHost(const ForwardBatch& batch, const kernels::Exec& exec) const {
+  std::vector<int64_t> positions;
+  StepInputs inputs;
+  inputs.rows = static_cast<int64_t>(batch.tokens.size());
+  positions.reserve(batch.tokens.size());
   for (const kernels::SequenceKv& sequence : batch.sequences) {
     for (int64_t t = 0; t < sequence.num_rows; ++t) {
-      step.positions.push_back(sequence.start_position + t);
+      positions.push_back(sequence.start_position + t);
     }
+    inputs.max_tokens = std::max(inputs.max_tokens, sequence.start_position + sequence.num_rows);
   }
-  ISTHMUS_RETURN_IF_ERROR(Embed(batch, step));
+  const std::vector<int32_t> logit_rows(batch.logit_rows.begin(), batch.logit_rows.end());
+  inputs.tokens = batch.tokens.data();
+  inputs.positions = positions;
+  inputs.sequences = batch.sequences;
+  inputs.logit_rows = logit_rows;
+  inputs.logits = batch.logits;
+  return Enqueue(batch, inputs, exec);
+}
+
+absl::Status ModelForward::Enqueue(const ForwardBatch& batch, const StepInputs& inputs,
+                                   const kernels::Exec& exec) const {
+  const ModelConfig& config = *views_.config;
+  Step step(batch, inputs, exec, config.hidden_size);
+  ISTHMUS_RETURN_IF_ERROR(kernels::EmbedTokens(
+      {.tokens = inputs.tokens, .table = views_.embed, .streams = step.streams}, exec));
   for (int layer = 0; layer < config.num_hidden_layers; ++layer) {
     if (batch.tap != nullptr && batch.tap->input_streams) {
       if (const float* given = batch.tap->input_streams(layer); given != nullptr) {
-        std::memcpy(step.streams.data, given,
-                    sizeof(float) * static_cast<size_t>(step.rows * step.streams.cols));
+        const int64_t bytes = 4 * step.rows * step.streams.cols;
+        if (views_.on_device) {
+          ISTHMUS_RETURN_IF_ERROR(
+              kernels::CopyToDevice(step.streams.data, given, bytes, exec.stream));
+        } else {
+          std::memcpy(step.streams.data, given, static_cast<size_t>(bytes));
+        }
       }
     }
     ISTHMUS_RETURN_IF_ERROR(AttentionHalf(layer, step));
     ISTHMUS_RETURN_IF_ERROR(FfnHalf(layer, step));
     step.Emit(layer, "streams", step.streams, {step.rows, Step::kStreams, config.hidden_size});
   }
-  return Head(batch, step);
-}
-
-absl::Status ModelForward::Embed(const ForwardBatch& batch, Step& step) const {
-  const int64_t hidden = weights_->config().hidden_size;
-  const auto* table = static_cast<const uint16_t*>(weights_->embed().elements);
-  for (int64_t t = 0; t < step.rows; ++t) {
-    const uint16_t* row = table + int64_t{batch.tokens[static_cast<size_t>(t)]} * hidden;
-    float* out = step.streams.f32(t);
-    for (int64_t d = 0; d < hidden; ++d) out[d] = kernels::Bf16Value(row[d]);
-    for (int64_t m = 1; m < Step::kStreams; ++m) {
-      std::memcpy(out + m * hidden, out, sizeof(float) * static_cast<size_t>(hidden));
-    }
-  }
-  return absl::OkStatus();
+  return Head(step);
 }
 
 absl::Status ModelForward::MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
                                  Step& step) const {
-  const ModelConfig& config = weights_->config();
+  const ModelConfig& config = *views_.config;
   ISTHMUS_RETURN_IF_ERROR(
       kernels::HyperConnectionPre({.streams = step.streams,
                                    .fn = hc.fn,
@@ -184,17 +230,26 @@ absl::Status ModelForward::MixOut(Step& step) const {
                                       step.exec);
 }
 
-absl::Status ModelForward::Head(const ForwardBatch& batch, Step& step) const {
-  const auto rows = static_cast<int64_t>(batch.logit_rows.size());
+// Each rank's part was rounded when it was made, so that half the bytes travel.
+absl::Status ModelForward::SumOverRanks(Step& step) const {
+  if (step.exec.communicator == nullptr) return absl::OkStatus();
+  const bool reference = arithmetic_ == Arithmetic::kReference;
+  return kernels::AllReduce({.x = step.y,
+                             .out = step.y,
+                             .wire = reference ? kernels::DType::kBf16 : kernels::DType::kF32,
+                             .round_output = reference},
+                            step.exec);
+}
+
+absl::Status ModelForward::Head(Step& step) const {
+  const auto rows = static_cast<int64_t>(step.inputs.logit_rows.size());
   if (rows == 0) return absl::OkStatus();
-  const ModelConfig& config = weights_->config();
+  const ModelConfig& config = *views_.config;
   const MatrixView streams = step.Take(rows, step.streams.cols);
-  for (int64_t r = 0; r < rows; ++r) {
-    std::memcpy(streams.f32(r), step.streams.f32(batch.logit_rows[static_cast<size_t>(r)]),
-                sizeof(float) * static_cast<size_t>(streams.cols));
-  }
+  ISTHMUS_RETURN_IF_ERROR(kernels::GatherRows(
+      {.x = step.streams, .rows = step.inputs.logit_rows.data(), .out = streams}, step.exec));
   const MatrixView x = step.Take(rows, config.hidden_size);
-  const HyperConnectionWeights& hc = weights_->hc_head();
+  const HyperConnectionWeights& hc = views_.hc_head;
   ISTHMUS_RETURN_IF_ERROR(kernels::HyperConnectionHead({.streams = streams,
                                                         .fn = hc.fn,
                                                         .scale = hc.scale,
@@ -205,14 +260,14 @@ absl::Status ModelForward::Head(const ForwardBatch& batch, Step& step) const {
                                                         .arithmetic = arithmetic_},
                                                        step.exec));
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = x,
-                                            .weight = weights_->norm(),
+                                            .weight = views_.norm,
                                             .out = x,
                                             .epsilon = config.rms_norm_eps,
                                             .arithmetic = arithmetic_},
                                            step.exec));
   ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = x, .weight = weights_->head(), .out = batch.logits}, step.exec));
-  step.Emit(-1, "logits", batch.logits);
+      kernels::Linear({.x = x, .weight = views_.head, .out = step.inputs.logits}, step.exec));
+  step.Emit(-1, "logits", step.inputs.logits);
   return absl::OkStatus();
 }
 

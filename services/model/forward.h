@@ -4,10 +4,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "kernels/core/device.h"
+#include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
@@ -24,6 +27,7 @@ struct ForwardBatch {
 
   // Rows whose logits are wanted, ascending; logits: [logit_rows, vocab], f32.
   std::span<const int64_t> logit_rows;
+  // A rank of a tensor-parallel group writes the columns of its rows of the head only.
   kernels::MatrixView logits;
 
   // Out, one list per logit row, cleared by the caller: output tokens behind the row's token that
@@ -60,28 +64,59 @@ class Forward {
 kernels::KvGeometry GeometryOf(const ModelConfig& config, kernels::Arithmetic arithmetic,
                                int page_tokens);
 
-// The model on the CPU. `weights` must outlive it.
+class DeviceSteps;
+
+// The model, on the CPU or on a GPU: the operations are the same, and only what a step reads of its
+// batch lies elsewhere. Whoever owns the weights must outlive it.
+//
+// On a GPU (exec.arch of Run names one: DeviceContext) the pages and states of `sequences` are
+// device addresses, logits and taps are host memory as ever, and Run waits for the device once, at
+// its end. Decode steps are captured as graphs (device_steps.h).
 class ModelForward : public Forward {
  public:
   static absl::StatusOr<std::unique_ptr<ModelForward>> Create(const Weights* weights,
                                                               kernels::Arithmetic arithmetic,
                                                               int page_tokens);
+  // Of views in any memory. ResourceExhausted: no device memory for constants.
+  static absl::StatusOr<std::unique_ptr<ModelForward>> Create(const ModelViews& views,
+                                                              kernels::Arithmetic arithmetic,
+                                                              int page_tokens);
+  ~ModelForward() override;
 
   absl::Status Run(const ForwardBatch& batch, const kernels::Exec& exec) override;
-  int64_t vocab_size() const override { return weights_->config().vocab_size; }
-  int64_t max_positions() const override { return weights_->config().max_position_embeddings; }
+  int64_t vocab_size() const override { return views_.config->vocab_size; }
+  int64_t max_positions() const override { return views_.config->max_position_embeddings; }
   const kernels::KvLayout& layout() const override { return layout_; }
+
+  // What a pass reads, in the memory of the architecture that runs it, for tools that call
+  // operations one by one.
+  struct StepInputs {
+    int64_t rows = 0;                                    // As launched, padding included.
+    const int32_t* tokens = nullptr;                     // [rows]; -1 in padding rows
+    std::span<const int64_t> positions;                  // [rows]
+    std::span<const kernels::SequenceKv> sequences;      // Empty on a GPU.
+    const kernels::DeviceBatch* device_batch = nullptr;  // On a GPU.
+    int64_t max_tokens = 0;                              // No sequence has more after the step.
+    std::span<const int32_t> logit_rows;                 // -1 for padding.
+    kernels::MatrixView logits;                          // [logit rows, rows of the head]
+  };
+  // Enqueues the pass (on the CPU: runs it). `batch` is read for its tap alone.
+  absl::Status Enqueue(const ForwardBatch& batch, const StepInputs& inputs,
+                       const kernels::Exec& exec) const;
 
  private:
   struct Step;  // Buffers and positions of one pass (forward_step.h).
 
-  ModelForward(const Weights* weights, kernels::Arithmetic arithmetic, kernels::KvLayout layout);
+  ModelForward(const ModelViews& views, kernels::Arithmetic arithmetic, kernels::KvLayout layout);
+  absl::Status PrepareDevice();
+  absl::Status RunOnHost(const ForwardBatch& batch, const kernels::Exec& exec) const;
   absl::Status Validate(const ForwardBatch& batch) const;
-  absl::Status Embed(const ForwardBatch& batch, Step& step) const;
   // Around each half layer: the streams to its normed input, and its output back into the streams.
   absl::Status MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
                      Step& step) const;
   absl::Status MixOut(Step& step) const;
+  // A half layer's output, which every rank has a part of.
+  absl::Status SumOverRanks(Step& step) const;
   absl::Status AttentionHalf(int layer, Step& step) const;
   absl::Status Queries(int layer, const kernels::MatrixView& quantised_x, Step& step) const;
   absl::Status Compress(int layer, Step& step) const;
@@ -90,13 +125,19 @@ class ModelForward : public Forward {
   absl::Status Select(int layer, Step& step) const;
   absl::Status Attend(int layer, Step& step) const;
   absl::Status FfnHalf(int layer, Step& step) const;
-  absl::Status Head(const ForwardBatch& batch, Step& step) const;
+  absl::Status Head(Step& step) const;
+  const LayerWeights& LayerAt(int index) const { return views_.layers[static_cast<size_t>(index)]; }
 
-  const Weights* weights_;
+  const ModelViews views_;
   const kernels::Arithmetic arithmetic_;
   const kernels::KvLayout layout_;
-  const std::vector<float> plain_frequency_;       // Layers of ratio 0.
-  const std::vector<float> compressed_frequency_;  // All others: YaRN.
+  const std::vector<float> host_plain_frequency_;
+  const std::vector<float> host_compressed_frequency_;
+  // In the memory of the weights.
+  std::span<const float> plain_frequency_;       // Layers of ratio 0.
+  std::span<const float> compressed_frequency_;  // All others: YaRN.
+  kernels::DeviceBuffer device_frequencies_;
+  std::unique_ptr<DeviceSteps> device_steps_;  // Null without a device.
 };
 
 }  // namespace isthmus::model

@@ -7,8 +7,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
-#include "kernels/core/formats.h"
-#include "kernels/core/quantise.h"
+#include "kernels/elementwise/elementwise.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -23,15 +22,6 @@ using kernels::Arithmetic;
 using kernels::MatrixView;
 
 namespace {
-
-// Compressed entries that the longest sequence of the batch has after this step.
-int64_t MaxEntries(const ForwardBatch& batch, int64_t ratio) {
-  int64_t most = 0;
-  for (const kernels::SequenceKv& s : batch.sequences) {
-    most = std::max(most, (s.start_position + s.num_rows) / ratio);
-  }
-  return most;
-}
 
 // The view of ape that the compressor reads; it writes only to g.
 MatrixView Ape(const CompressorWeights& c) {
@@ -49,8 +39,8 @@ int64_t CountNewEntries(const ForwardBatch& batch, int64_t ratio) {
 }  // namespace
 
 absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
   ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_attn, w.attn_norm, step));
   step.Emit(layer, "hc_attn_post", step.post);
@@ -75,13 +65,13 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
 
 // Specification 3.1 and 3.2: q [rows, heads * head_dim], its latent, and kv [rows, head_dim].
 absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
   const float epsilon = config.rms_norm_eps;
-  const int64_t heads = config.num_attention_heads;
+  const int64_t heads = w.wq_b.rows / config.head_dim;  // The rank's.
   const int64_t head_dim = config.head_dim;
-  const std::vector<float>& frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
+  const std::span<const float> frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
 
   step.query_latent = step.Take(step.rows, config.q_lora_rank);
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
@@ -109,7 +99,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
       step.exec));
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.q,
                                          .head_dim = head_dim,
-                                         .positions = step.positions,
+                                         .positions = step.inputs.positions,
                                          .frequency = frequency,
                                          .arithmetic = arithmetic_},
                                         step.exec));
@@ -126,15 +116,13 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
                                            step.exec));
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.kv,
                                          .head_dim = head_dim,
-                                         .positions = step.positions,
+                                         .positions = step.inputs.positions,
                                          .frequency = frequency,
                                          .arithmetic = arithmetic_},
                                         step.exec));
   if (reference) {
-    for (int64_t t = 0; t < step.rows; ++t) {
-      kernels::RoundTripFp8Row(step.kv.f32(t), head_dim - config.qk_rope_head_dim,
-                               kernels::kKvNopeBlock, step.kv.f32(t));
-    }
+    ISTHMUS_RETURN_IF_ERROR(
+        kernels::RoundTripKv({.x = step.kv, .rope_dim = config.qk_rope_head_dim}, step.exec));
   }
   step.Emit(layer, "kv", step.kv);
   return absl::OkStatus();
@@ -142,8 +130,8 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
 
 // Specification 3.7: the main entries that complete in this step.
 absl::Status ModelForward::Compress(int layer, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
   const CompressorWeights& c = *w.compressor;
   const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
@@ -164,7 +152,8 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
                                                .rope_dim = config.qk_rope_head_dim,
                                                .ratio = w.ratio,
                                                .epsilon = config.rms_norm_eps,
-                                               .sequences = step.batch.sequences,
+                                               .sequences = step.inputs.sequences,
+                                               .device_batch = step.inputs.device_batch,
                                                .entry_plane = layout_.Plane(kind, layer),
                                                .entry_kind = kind,
                                                .state_plane = layout_.Plane(state, layer),
@@ -179,8 +168,8 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
 // heads].
 absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const MatrixView& weights,
                                       Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   ISTHMUS_CHECK(w.indexer.has_value());
   const IndexerWeights& indexer = *w.indexer;
   const bool reference = arithmetic_ == Arithmetic::kReference;
@@ -191,7 +180,7 @@ absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const Matr
       step.exec));
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
                                          .head_dim = dim,
-                                         .positions = step.positions,
+                                         .positions = step.inputs.positions,
                                          .frequency = compressed_frequency_,
                                          .arithmetic = arithmetic_},
                                         step.exec));
@@ -201,18 +190,16 @@ absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const Matr
       {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
       step.exec));
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
-  for (int64_t i = 0; i < step.rows * heads; ++i) {
-    float& value = weights.f32(0)[i];
-    value = reference ? kernels::RoundBf16(value * scale) : value * scale;
-  }
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::ScaleRows({.x = weights, .scale = scale, .arithmetic = arithmetic_}, step.exec));
   step.Emit(layer, "index_weights", weights);
   return absl::OkStatus();
 }
 
 // Specification 3.8: index keys of the entries, then the entries each query attends to.
 absl::Status ModelForward::Select(int layer, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   ISTHMUS_CHECK(w.indexer.has_value());
   const IndexerWeights& indexer = *w.indexer;
   const int64_t heads = config.index_n_heads;
@@ -237,7 +224,8 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
                            .ratio = w.ratio,
                            .epsilon = config.rms_norm_eps,
                            .is_index_key = true,
-                           .sequences = step.batch.sequences,
+                           .sequences = step.inputs.sequences,
+                           .device_batch = step.inputs.device_batch,
                            .entry_plane = key_plane,
                            .entry_kind = kernels::kIndexKey,
                            .state_plane = layout_.Plane(kernels::kIndexState, layer),
@@ -246,7 +234,7 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
                           step.exec));
   if (step.has_tap() && added > 0) step.Emit(layer, "index_keys", keys);
 
-  const int64_t max_entries = MaxEntries(step.batch, w.ratio);
+  const int64_t max_entries = step.MaxEntries(w.ratio);
   // A tap wants the query of every row, those that have nothing to choose from included.
   if (max_entries == 0 && !step.has_tap()) return absl::OkStatus();
   const MatrixView q = step.Take(step.rows, heads * dim);
@@ -262,7 +250,8 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
                                             .num_heads = heads,
                                             .dim = dim,
                                             .topk = step.max_selected,
-                                            .sequences = step.batch.sequences,
+                                            .sequences = step.inputs.sequences,
+                                            .device_batch = step.inputs.device_batch,
                                             .key_plane = key_plane,
                                             .selected = step.selected,
                                             .scores = static_cast<float*>(scores.data),
@@ -280,10 +269,10 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
 
 // Specification 3.4 to 3.6: attention, inverse rotation, grouped and final output projection.
 absl::Status ModelForward::Attend(int layer, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
-  const int64_t heads = config.num_attention_heads;
+  const int64_t heads = w.wq_b.rows / config.head_dim;  // The rank's.
   const int64_t head_dim = config.head_dim;
   const kernels::CacheKindIndex kind = w.ratio == 128 ? kernels::kHcaKv : kernels::kCsaKv;
   const kernels::AttentionArgs args = {
@@ -297,7 +286,8 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
       .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim))),
       .window = config.sliding_window,
       .ratio = w.ratio,
-      .sequences = step.batch.sequences,
+      .sequences = step.inputs.sequences,
+      .device_batch = step.inputs.device_batch,
       .window_plane = layout_.Plane(kernels::kWindow, layer),
       .entry_plane = w.ratio != 0 ? layout_.Plane(kind, layer) : kernels::EntryPlane{},
       .entry_kind = kind,
@@ -308,7 +298,7 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Rope({.x = step.q,
                      .head_dim = head_dim,
-                     .positions = step.positions,
+                     .positions = step.inputs.positions,
                      .frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_,
                      .inverse = true,
                      .arithmetic = arithmetic_},
@@ -328,12 +318,14 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
                         step.exec));
   }
   step.Emit(layer, "attn_z", z);
-  return kernels::Linear({.x = z,
-                          .weight = w.wo_b,
-                          .out = step.y,
-                          .quantise_input = reference && kernels::QuantisesInput(w.wo_b.format),
-                          .round_output = reference},
-                         step.exec);
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = z,
+                       .weight = w.wo_b,
+                       .out = step.y,
+                       .quantise_input = reference && kernels::QuantisesInput(w.wo_b.format),
+                       .round_output = reference},
+                      step.exec));
+  return SumOverRanks(step);
 }
 
 }  // namespace isthmus::model

@@ -11,8 +11,8 @@ namespace isthmus::model {
 using kernels::MatrixView;
 
 absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
-  const ModelConfig& config = weights_->config();
-  const LayerWeights& w = weights_->layer(layer);
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
   ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_ffn, w.ffn_norm, step));
   step.Emit(layer, "hc_ffn_post", step.post);
@@ -25,16 +25,17 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   auto* ids = step.scope.Take<int32_t>(step.rows * k);
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = step.x, .weight = w.gate, .out = scores}, step.exec));
-  ISTHMUS_RETURN_IF_ERROR(kernels::Gate({.logits = scores,
-                                         .scores = scores,
-                                         .bias = w.gate_bias,
-                                         .hash_ids = w.hash_ids,
-                                         .token_ids = step.batch.tokens,
-                                         .k = k,
-                                         .route_scale = config.routed_scaling_factor,
-                                         .ids = ids,
-                                         .weights = weights.f32(0)},
-                                        step.exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Gate({.logits = scores,
+                     .scores = scores,
+                     .bias = w.gate_bias,
+                     .hash_ids = w.hash_ids,
+                     .token_ids = {step.inputs.tokens, static_cast<size_t>(step.rows)},
+                     .k = k,
+                     .route_scale = config.routed_scaling_factor,
+                     .ids = ids,
+                     .weights = weights.f32(0)},
+                    step.exec));
   step.Emit(layer, "router_scores", scores);
   step.Emit(layer, "router_ids", {ids, kernels::DType::kI32, step.rows, k, k});
   step.Emit(layer, "router_weights", weights);
@@ -46,6 +47,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
                                             .weights = weights.f32(0),
                                             .k = k,
                                             .experts = w.experts,
+                                            .device_experts = w.device_experts,
                                             .shared = &w.shared,
                                             .limit = config.swiglu_limit,
                                             .shared_limit = config.swiglu_limit,
@@ -53,6 +55,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
                                             .routed = routed,
                                             .arithmetic = arithmetic_},
                                            step.exec));
+  ISTHMUS_RETURN_IF_ERROR(SumOverRanks(step));
   if (step.has_tap()) step.Emit(layer, "routed_out", routed);
   step.Emit(layer, "ffn_out", step.y);
   return MixOut(step);

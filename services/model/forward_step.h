@@ -1,21 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // Buffers of one forward pass, shared by the forward_*.cc files only. All matrices are f32 with
-// contiguous rows; those of a half layer live in `half` and are given back after it.
+// contiguous rows, in the memory of exec.arch; those of a half layer live in `half` and are given
+// back after it.
 #pragma once
 
+#include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "kernels/core/workspace.h"
+#include "services/base/check.h"
 #include "services/model/forward.h"
 
 namespace isthmus::model {
 
 struct ModelForward::Step {
-  Step(const ForwardBatch& step_batch, const kernels::Exec& step_exec, int64_t hidden)
+  Step(const ForwardBatch& step_batch, const StepInputs& step_inputs,
+       const kernels::Exec& step_exec, int64_t hidden)
       : batch(step_batch),
+        inputs(step_inputs),
         exec(step_exec),
         scope(step_exec.workspace),
-        rows(static_cast<int64_t>(step_batch.tokens.size())),
+        rows(step_inputs.rows),
         streams(Take(rows, kStreams * hidden)),
         x(Take(rows, hidden)),
         y(Take(rows, hidden)),
@@ -31,18 +37,28 @@ struct ModelForward::Step {
   // Hands a tensor to the tap, if there is one. `shape` defaults to [rows, cols].
   void Emit(int layer, absl::string_view name, const kernels::MatrixView& m,
             std::vector<int64_t> shape = {}) const {
-    if (batch.tap == nullptr || !batch.tap->on_tensor) return;
+    if (!has_tap()) return;
     if (shape.empty()) shape = {m.rows, m.cols};
-    batch.tap->on_tensor({layer, name, m.dtype, std::move(shape), m.data});
+    if (!kernels::IsDevice(exec.arch)) {
+      batch.tap->on_tensor({layer, name, m.dtype, std::move(shape), m.data});
+      return;
+    }
+    // A copy to pageable memory waits for the stream.
+    std::vector<float> copy(static_cast<size_t>(m.rows * m.cols));
+    ISTHMUS_CHECK(kernels::CopyToHost(copy.data(), m.data, m.rows * m.cols * 4, exec.stream).ok());
+    batch.tap->on_tensor({layer, name, m.dtype, std::move(shape), copy.data()});
   }
 
   bool has_tap() const { return batch.tap != nullptr && batch.tap->on_tensor != nullptr; }
 
+  // Compressed entries that the longest sequence of the batch has after this step, at most.
+  int64_t MaxEntries(int64_t ratio) const { return inputs.max_tokens / ratio; }
+
   const ForwardBatch& batch;
+  const StepInputs& inputs;
   const kernels::Exec& exec;
   kernels::Workspace::Scope scope;
   const int64_t rows;
-  std::vector<int64_t> positions;  // [rows]
 
   kernels::MatrixView streams;  // [rows, 4 * hidden]
   kernels::MatrixView x;        // [rows, hidden], input of a half layer

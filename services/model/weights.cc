@@ -383,6 +383,15 @@ const LayerWeights& Weights::layer(int layer) const {
   return layers_[static_cast<size_t>(layer)];
 }
 
+ModelViews Weights::views() const {
+  return {.config = &config_,
+          .embed = embed_,
+          .head = head_,
+          .norm = norm_,
+          .hc_head = hc_head_,
+          .layers = layers_};
+}
+
 absl::StatusOr<std::unique_ptr<Weights>> Weights::Load(const std::string& checkpoint_dir,
                                                        const WeightOptions& options,
                                                        ThreadPool* threads) {

@@ -92,7 +92,21 @@ struct LayerWeights {
   kernels::VectorView gate_bias;                // [experts]; size 0 in hash layers
   std::span<const int64_t> hash_ids;            // [vocab * k]; empty in other layers
   std::vector<kernels::ExpertWeights> experts;  // [n_routed_experts]
+  // On a GPU: the same array in device memory.
+  const kernels::ExpertWeights* device_experts = nullptr;
   kernels::ExpertWeights shared;
+};
+
+// What a forward pass reads: a whole model or one rank's share of it, all in one memory. The layers
+// and the config lie with their owner.
+struct ModelViews {
+  const ModelConfig* config = nullptr;  // Of the whole model.
+  kernels::WeightView embed;            // [vocab, hidden] bf16, kRowMajor
+  kernels::WeightView head;             // [vocab or the rank's rows, hidden] bf16
+  kernels::VectorView norm;             // [hidden]
+  HyperConnectionWeights hc_head;
+  std::span<const LayerWeights> layers;
+  bool on_device = false;  // The views point into device memory.
 };
 
 // What was found, for the log and for tests. Matrices are counted, three per routed expert.
@@ -133,6 +147,8 @@ class Weights {
   const HyperConnectionWeights& hc_head() const { return hc_head_; }
   // `layer` in [0, num_hidden_layers), checked.
   const LayerWeights& layer(int layer) const;
+  // All of them; valid as long as this object.
+  ModelViews views() const;
 
   // Hash of the effective config and, in name order, of every tensor's name, dtype, shape and a
   // content sample: all bytes up to 16 KiB, three runs of 64 bytes up to 256 KiB, one run in the

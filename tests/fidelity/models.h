@@ -25,6 +25,7 @@ struct EngineChoice {
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kMath;
   int threads = 1;
   int64_t index_topk = 0;  // 0: as the checkpoint says.
+  std::string device = "cpu";
 };
 
 // A fresh engine; the caller owns it.
