@@ -14,8 +14,26 @@
 namespace isthmus::kernels {
 namespace {
 
+constexpr Patch kFusedInsert = {
+    .name = "compressor.fused_insert",
+    .summary =
+        "Pooling, norm, rotation, encoding, insertion and ring in one launch over blocks of "
+        "channels, since a decode step mostly keeps one row and pays for launches.",
+    .phases = kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kBitExact},
+    .test = "CompressorCudaTest",
+    .decision = "kernels/compressor/decisions/0001-insert-in-one-launch.md"};
+constexpr const Patch* kPatches[] = {&kFusedInsert};
+
+bool IsFewRowsOfWholeBlocks(const CompressorArgs& args) {
+  return args.dim % 64 == 0 && args.device_batch->max_rows_per_sequence <= 8 &&
+         args.device_batch->num_sequences <= kNumCounters;
+}
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr CompressorVariant kVariants[] = {
+    {&kFusedInsert, kSm90Up, IsFewRowsOfWholeBlocks, LaunchCompressorFused},
     {nullptr, kAnyCuda, nullptr, LaunchCompressorCuda},
     {nullptr, kCpuOnly, nullptr, LaunchCompressorCpu},
 };
@@ -127,6 +145,7 @@ absl::Status ValidateCompressor(const CompressorArgs& args, int arch) {
 }
 
 std::span<const CompressorVariant> CompressorVariants() { return kVariants; }
+std::span<const Patch* const> CompressorPatches() { return kPatches; }
 
 absl::Status Compressor(const CompressorArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateCompressor(args, exec.arch));

@@ -22,7 +22,8 @@
 // Numerics   f32; g + ape rounded once to f32; rows summed in ascending order; in reference
 //            arithmetic bf16 after pooling, after the norm, after RoPE and after Hadamard.
 // Outputs    Optional `entries` and `entry_row`: decoded values of the new entries, see below.
-// Workspace  Per thread: dim floats. 4 bytes per row, 16 per new entry.
+// Workspace  Per thread: dim floats. 4 bytes per row, 16 per new entry. Fused: the new entries as
+//            f32, and Exec::counters.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.
@@ -68,6 +69,7 @@ ISTHMUS_HOST_DEVICE inline int64_t NewEntries(int64_t start, int64_t end, int64_
 }
 
 absl::Status Compressor(const CompressorArgs& args, const Exec& exec);
+std::span<const Patch* const> CompressorPatches();
 // Works on the same caches but writes only `entries` (which must not be null).
 absl::Status CompressorDefinition(const CompressorArgs& args, const Exec& exec);
 

@@ -2,7 +2,7 @@
 // The trusted CUDA path of the compressor: one launch pools, finishes and inserts the entries that
 // complete, a block each; a second one, after all of them have read the ring, writes the rows that
 // later entries read. The order of every sum is the CPU's. Bound by latency: a block's chain is
-// the rows of its entry (8 or 128) and the encoding of a scale block by one thread.
+// the rows of its entry, 8 or 128, twice.
 #include "kernels/compressor/compressor_device.cuh"
 #include "services/base/status_macros.h"
 

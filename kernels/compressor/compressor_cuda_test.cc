@@ -53,7 +53,7 @@ const BatchCase kBatchCases[] = {
      kPhaseDecode},
     {"Ratio4DecodeOfFew",
      {128, 4, false, kReference},
-     {{1, 4}, {6, 9}, {8, 8}, {2, 5}},
+     {{1, 4}, {6, 9}, {8, 8}, {3, 11}},
      1,
      kPhaseDecode},
     {"Ratio128Prefill", {128, 128, false, kReference}, {{0, 130}, {100, 101}, {120, 300}}, 1},

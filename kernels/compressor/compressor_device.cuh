@@ -147,53 +147,58 @@ __device__ __forceinline__ void TransformEntry(const CompressorParams& params, f
   __syncthreads();
 }
 
-__device__ __forceinline__ float LargestOf(const float* z, int count) {
+// The exponent of the scale of kBlock values at x; all lanes of a warp call it and have it.
+template <int kBlock>
+__device__ __forceinline__ int ScaleExponentOf(const float* x) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(z[i]));
-  return largest;
+#pragma unroll
+  for (int i = 0; i < kBlock; i += kWarpLanes) largest = fmaxf(largest, fabsf(x[i + lane]));
+  largest = WarpMax(largest);
+  return kBlock == kIndexKeyBlock ? Fp4ScaleExponent(largest) : Fp8ScaleExponent(largest);
 }
 
-// The entry as fp4 pairs; z becomes what a reader decodes. A thread a block of 32.
+// The entry as fp4 pairs; z becomes what a reader decodes. A warp a block of 32.
 __device__ __forceinline__ void StoreIndexKey(const CompressorParams& params, std::byte* data,
                                               std::byte* scale, float* z) {
-  for (int b = static_cast<int>(threadIdx.x); b < params.dim / kIndexKeyBlock;
-       b += static_cast<int>(blockDim.x)) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int warps = static_cast<int>(blockDim.x) / kWarpLanes;
+  for (int b = static_cast<int>(threadIdx.x) / kWarpLanes; b < params.dim / kIndexKeyBlock;
+       b += warps) {
     float* x = z + b * kIndexKeyBlock;
-    const int exponent = Fp4ScaleExponent(LargestOf(x, kIndexKeyBlock));
-    const float inverse = 1.0f / PowerOfTwo(exponent);
-    scale[b] = static_cast<std::byte>(exponent + 127);
-    for (int i = 0; i < kIndexKeyBlock; i += 2) {
-      const uint8_t low = Fp4E2m1Code(x[i] * inverse);
-      const uint8_t high = Fp4E2m1Code(x[i + 1] * inverse);
-      data[b * (kIndexKeyBlock / 2) + i / 2] = static_cast<std::byte>(low | high << 4);
-      x[i] = Fp4E2m1Value(low) * PowerOfTwo(exponent);
-      x[i + 1] = Fp4E2m1Value(high) * PowerOfTwo(exponent);
+    const int exponent = ScaleExponentOf<kIndexKeyBlock>(x);
+    if (lane == 0) scale[b] = static_cast<std::byte>(exponent + 127);
+    const uint8_t code = Fp4E2m1Code(x[lane] * (1.0f / PowerOfTwo(exponent)));
+    const unsigned next = __shfl_down_sync(kFullWarp, unsigned{code}, 1);
+    if (lane % 2 == 0) {
+      data[(b * kIndexKeyBlock + lane) / 2] = static_cast<std::byte>(code | next << 4);
     }
+    x[lane] = Fp4E2m1Value(code) * PowerOfTwo(exponent);
   }
   __syncthreads();
 }
 
-// The entry as fp8 and bf16; z becomes what a reader decodes. A thread a block of 64.
+// The entry as fp8 and bf16; z becomes what a reader decodes. A warp a block of 64.
 __device__ __forceinline__ void StoreKvEntry(const CompressorParams& params, std::byte* data,
                                              std::byte* scale, float* z) {
   const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarpLanes;
   const int threads = static_cast<int>(blockDim.x);
   const int nope = params.dim - params.rope_dim;
-  for (int b = thread; b < 8; b += threads) {
-    if (b >= nope / kKvNopeBlock) {
-      scale[b] = std::byte{0};
-      continue;
-    }
-    float* x = z + b * kKvNopeBlock;
-    const int exponent = Fp8ScaleExponent(LargestOf(x, kKvNopeBlock));
+  const int blocks = nope / kKvNopeBlock;
+  for (int b = thread / kWarpLanes; b < blocks; b += threads / kWarpLanes) {
+    const int exponent = ScaleExponentOf<kKvNopeBlock>(z + b * kKvNopeBlock);
+    if (lane == 0) scale[b] = static_cast<std::byte>(exponent + 127);
     const float inverse = 1.0f / PowerOfTwo(exponent);
-    scale[b] = static_cast<std::byte>(exponent + 127);
-    for (int i = 0; i < kKvNopeBlock; ++i) {
-      const uint8_t code = Fp8E4m3Code(x[i] * inverse);
-      data[b * kKvNopeBlock + i] = static_cast<std::byte>(code);
-      x[i] = Fp8E4m3Value(code) * PowerOfTwo(exponent);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int d = b * kKvNopeBlock + half * kWarpLanes + lane;
+      const uint8_t code = Fp8E4m3Code(z[d] * inverse);
+      data[d] = static_cast<std::byte>(code);
+      z[d] = Fp8E4m3Value(code) * PowerOfTwo(exponent);
     }
   }
+  if (thread >= blocks && thread < 8) scale[thread] = std::byte{0};
   for (int i = thread; i < params.rope_dim; i += threads) {
     const uint16_t bits = Bf16Bits(z[nope + i]);
     reinterpret_cast<uint16_t*>(data + nope)[i] = bits;

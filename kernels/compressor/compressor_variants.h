@@ -23,10 +23,14 @@ std::span<const CompressorVariant> CompressorVariants();
 absl::Status ValidateCompressor(const CompressorArgs& args, int arch = kArchCpu);
 
 absl::Status LaunchCompressorCpu(const CompressorArgs& args, const Exec& exec);
+// Null in a build without CUDA, so that its row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchCompressorCuda(const CompressorArgs& args, const Exec& exec);
+absl::Status LaunchCompressorFused(const CompressorArgs& args, const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchCompressorCuda)(const CompressorArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchCompressorFused)(const CompressorArgs&,
+                                                       const Exec&) = nullptr;
 #endif
 
 // The definition's loops in f32: the yardstick of bounds, no variant.
