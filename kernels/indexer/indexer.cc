@@ -10,6 +10,7 @@
 #include "kernels/core/index_key.h"
 #include "kernels/core/quantise.h"
 #include "kernels/core/sequence_check.h"
+#include "kernels/indexer/indexer_passes.h"
 #include "kernels/indexer/indexer_variants.h"
 #include "services/base/status_macros.h"
 
@@ -26,10 +27,46 @@ constexpr Patch kRadixTopK = {
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0001-radix-top-k.md"};
 
-constexpr const Patch* kPatches[] = {&kRadixTopK};
+constexpr Patch kMmaScores = {
+    .name = "indexer.mma_scores",
+    .summary =
+        "Keys stay in registers as tensor-core operands while the heads of several rows stream "
+        "past, in even shares of all keys over the multiprocessors.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
+    .test = "IndexerCudaTest",
+    .decision = "kernels/indexer/decisions/0002-mma-scores.md"};
+
+constexpr const Patch* kPatches[] = {&kMmaScores, &kRadixTopK};
+
+// What mma_scores is written for: queries on the fp4 grid, and tiles of keys that lie within a page
+// and begin at 16 bytes.
+bool KeysFillTiles(const IndexerArgs& args) {
+  const EntryPlane& plane = args.key_plane;
+  const bool has_format = plane.format == EntryFormat::kKeyFp4 ||
+                          plane.format == EntryFormat::kKeyFp8 ||
+                          plane.format == EntryFormat::kKeyBf16;
+  return has_format && args.arithmetic == Arithmetic::kReference && args.dim == 128 &&
+         args.num_heads <= 64 && plane.entries % 32 == 0 && plane.data_offset % 16 == 0 &&
+         plane.scale_offset % 4 == 0;
+}
+
+#if ISTHMUS_HAS_CUDA
+absl::Status LaunchIndexerMma(const IndexerArgs& args, const Exec& exec) {
+  return RunIndexerPasses(args, exec, ScoreByMma,
+                          IsActive(kRadixTopK, exec) ? SelectByRadix : SelectByBits);
+}
+absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec) {
+  return RunIndexerPasses(args, exec, ScoreByThreads, SelectByRadix);
+}
+#else
+constexpr absl::Status (*LaunchIndexerMma)(const IndexerArgs&, const Exec&) = nullptr;
+constexpr absl::Status (*LaunchIndexerRadix)(const IndexerArgs&, const Exec&) = nullptr;
+#endif
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr IndexerVariant kVariants[] = {
+    {&kMmaScores, kSm90Up, KeysFillTiles, LaunchIndexerMma},
     {&kRadixTopK, kAnyCuda, nullptr, LaunchIndexerRadix},
     {nullptr, kAnyCuda, nullptr, LaunchIndexerCuda},
     {nullptr, kCpuOnly, nullptr, LaunchIndexerCpu},

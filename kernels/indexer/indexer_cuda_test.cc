@@ -9,6 +9,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#if ISTHMUS_EMULATED
+#include "kernels/core/emulator/emulator.h"
+#endif
 #include "kernels/indexer/indexer_batch.h"
 #include "kernels/testing/compare.h"
 #include "kernels/testing/variants.h"
@@ -168,6 +171,28 @@ TEST_P(IndexerCudaTest, StaysWithinItsBoundAndSelectsWhatItScored) {
   }
 }
 
+// The patches that stand in for steps, together, as a configuration switches them on.
+TEST(IndexerCudaStepsTest, ScoresByMmaAndSelectsByRadix) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device(kPhaseDecode);
+  const auto patches = PatchSet::Resolve(
+      IndexerPatches(), {{"indexer.mma_scores", true}, {"indexer.radix_top_k", true}});
+  ASSERT_TRUE(patches.ok()) << patches.status();
+  Exec exec = device.exec();
+  exec.patches = &*patches;
+  for (const IndexerCase& c : Cases()) {
+    if (c.arithmetic == Arithmetic::kMath) continue;  // Not on the bf16 grid.
+    IndexerBatch batch(c, 17);
+    const IndexerOutput host = batch.RunOnHost(Indexer, true);
+    const IndexerOutput got = batch.RunOnDevice(Indexer, true, device, exec);
+    const IndexerOutput plain = batch.RunOnDevice(Indexer, false, device, exec);
+    EXPECT_TRUE(testing::Bf16FlipsWithin(got.scores, host.scores, host.scores)) << c.name;
+    for (int64_t t = 0; t < batch.rows(); ++t) {
+      EXPECT_EQ(SetOf(plain, t, c.topk), SetOf(got, t, c.topk)) << c.name << ", row " << t;
+    }
+  }
+}
+
 // Keys and queries that make scores of every kind: equal, zero, infinite, NaN.
 TEST_P(IndexerCudaTest, OrdersTiesInfinitiesAndNaN) {
   ISTHMUS_REQUIRE_DEVICE();
@@ -227,6 +252,25 @@ TEST_P(IndexerCudaTest, DoesNotDependOnTheBatch) {
     EXPECT_EQ(single.scores[static_cast<size_t>(j)], together.scores[static_cast<size_t>(j)]);
   }
 }
+
+#if ISTHMUS_EMULATED
+TEST_P(IndexerCudaTest, DoesNotDependOnTheOrderOfThreads) {
+  const IndexerCase c = {.name = "Order",
+                         .heads = 20,
+                         .topk = 33,
+                         .parts = {{900, 1}, {200, 4}, {700, 1}},
+                         .padding_rows = 1};
+  IndexerBatch batch(c, 7);
+  if (!Able(c, batch)) GTEST_SKIP() << "not its shape";
+  const IndexerOutput forward = Run(batch, true);
+  const std::vector<int32_t> selected = Run(batch, false).selected;
+  const emulator::ReverseOrder reversed;
+  const IndexerOutput backward = Run(batch, true);
+  EXPECT_TRUE(SameBits(forward.scores, backward.scores));
+  EXPECT_EQ(forward.selected, backward.selected);
+  EXPECT_EQ(Run(batch, false).selected, selected);
+}
+#endif
 
 TEST_P(IndexerCudaTest, TakesNoRowsAndOnlyPadding) {
   ISTHMUS_REQUIRE_DEVICE();

@@ -43,8 +43,4 @@ absl::Status SelectByRadix(const IndexerPass& pass, int32_t* selected, const Exe
                 SelectRowByRadix, pass, selected);
 }
 
-absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec) {
-  return RunIndexerPasses(args, exec, ScoreByThreads, SelectByRadix);
-}
-
 }  // namespace isthmus::kernels

@@ -28,12 +28,10 @@ absl::Status LaunchIndexerCpu(const IndexerArgs& args, const Exec& exec);
 // Null in a build without CUDA, so that its row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec);
-absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec);
 absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_t dim,
                                   const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchIndexerCuda)(const IndexerArgs&, const Exec&) = nullptr;
-inline constexpr absl::Status (*LaunchIndexerRadix)(const IndexerArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchIndexQueryCuda)(const MatrixView&, int64_t, int64_t,
                                                       const Exec&) = nullptr;
 #endif

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of the indexer on tensor cores. Patch indexer.mma_scores. A warp holds 32 keys (16 bf16
+// keys, or where there are few) in registers and streams the heads of up to three rows past them;
+// each dot product is one accumulator, so that all three roundings of reference arithmetic stand
+// where they should. Products of fp4 and fp8 values are exact; sums over heads are not in the
+// order of the CPU path.
+//
+// Bound by memory in decode: 68 (fp4), 132 (fp8) or 256 (bf16) bytes a key, once; by mma.sync in
+// prefill and, with fp4 keys, from a few rows on: 2 * heads * 128 operations a row and key.
+#include <algorithm>
+
+#include "kernels/indexer/indexer_passes.h"
+#include "kernels/indexer/indexer_rows.cuh"
+#include "kernels/indexer/mma_keys.cuh"
+#include "kernels/indexer/radix_select.cuh"
+
+namespace isthmus::kernels {
+namespace mma_scores {
+
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kHeadTiles = 4;
+constexpr int kHeads = 16 * kHeadTiles;  // At most.
+
+// Rows whose queries lie in shared memory together: what the keys leave.
+template <EntryFormat kFormat>
+constexpr int kSlots = kFormat == EntryFormat::kKeyFp4 ? 3 : 2;
+
+// Consecutive rows of one sequence and a range of tiles of its keys.
+struct Run {
+  int first_row;  // Of the pass.
+  int rows;
+  int slot;  // Of the first row.
+  int first_tile;
+  int first_item;  // Tiles of earlier runs of the batch.
+};
+
+template <EntryFormat kFormat, int kTiles>
+struct Shared {
+  static constexpr int kKeys = 8 * kTiles;
+  uint4 q[kSlots<kFormat>][kHeadTiles][kSteps][kWarpLanes];  // A operands; lane ^ (s & 4)
+  float w[kSlots<kFormat>][kHeads];                          // Times the power of two of the head.
+  unsigned char keys[kWarps][kKeys * kKeyBytes<kFormat>];    // Of one tile per warp
+  uint32_t scales[kWarps][kKeys];
+  Run runs[kSlots<kFormat>];
+  int num_runs;
+  int num_slots;
+  int num_items;
+  int left;      // Tiles of the block's share that no batch had yet,
+  int next_row;  // and where they begin.
+  int next_tile;
+  unsigned warp_sums[kWarpLanes];
+};
+
+struct RunShape {
+  int rows = 0;
+  int tiles = 0;
+};
+
+// The run that begins at `row`, or none. Runs end with a sequence and at multiples of kSlots rows,
+// so that they do not depend on who asks.
+template <EntryFormat kFormat, int kTiles>
+__device__ __forceinline__ RunShape RunAt(const IndexerPass& pass, int row) {
+  const int32_t* sequence = pass.batch.row_sequence + pass.first_row + row;
+  if (*sequence < 0) return {};
+  const int place = row % kSlots<kFormat>;
+  if (place != 0 && sequence[-1] == *sequence) return {};
+  const int left = static_cast<int>(pass.rows) - row;
+  const int most = min(kSlots<kFormat> - place, left);
+  int rows = 1;
+  while (rows < most && sequence[rows] == *sequence) ++rows;
+  const int64_t visible = VisibleKeys(pass.batch.row_position[pass.first_row + row + rows - 1]);
+  if (!NeedsScores(visible, pass.topk, pass.has_dump)) return {};
+  return {rows, static_cast<int>((visible + 8 * kTiles - 1) / (8 * kTiles))};
+}
+
+// The share of the block in the tiles of all runs.
+template <EntryFormat kFormat, int kTiles>
+__device__ void FindShare(const IndexerPass& pass, Shared<kFormat, kTiles>& shared) {
+  const int rows = static_cast<int>(pass.rows);
+  const int per_thread = (rows + kThreads - 1) / kThreads;
+  const int first = static_cast<int>(threadIdx.x) * per_thread;
+  const int last = min(rows, first + per_thread);
+  unsigned mine = 0;
+  for (int row = first; row < last; ++row) {
+    mine += static_cast<unsigned>(RunAt<kFormat, kTiles>(pass, row).tiles);
+  }
+  unsigned total = 0;
+  unsigned before = SumBefore<kThreads>(mine, shared.warp_sums, &total);
+  const auto begin = static_cast<unsigned>(uint64_t{total} * blockIdx.x / gridDim.x);
+  const auto end = static_cast<unsigned>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
+  if (threadIdx.x == 0) shared.left = static_cast<int>(end - begin);
+  if (before <= begin && begin < before + mine) {
+    for (int row = first; row < last; ++row) {
+      const auto tiles = static_cast<unsigned>(RunAt<kFormat, kTiles>(pass, row).tiles);
+      if (begin < before + tiles) {
+        shared.next_row = row;
+        shared.next_tile = static_cast<int>(begin - before);
+        break;
+      }
+      before += tiles;
+    }
+  }
+  __syncthreads();
+}
+
+// The next runs of the block, as many as there are slots. By one warp.
+template <EntryFormat kFormat, int kTiles>
+__device__ void PlanBatch(const IndexerPass& pass, Shared<kFormat, kTiles>& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int left = shared.left;
+  int row = shared.next_row;
+  int tile = shared.next_tile;
+  int runs = 0;
+  int slots = 0;
+  int items = 0;
+  bool is_full = false;
+  __syncwarp();
+  while (!is_full && items < left) {
+    RunShape mine;
+    if (row + lane < pass.rows) mine = RunAt<kFormat, kTiles>(pass, row + lane);
+    unsigned found = __ballot_sync(kFullWarp, mine.tiles > 0 ? 1 : 0);
+    int next = row + kWarpLanes;
+    while (found != 0 && items < left) {
+      const int source = __ffs(static_cast<int>(found)) - 1;
+      const int rows = __shfl_sync(kFullWarp, mine.rows, source);
+      const int tiles = __shfl_sync(kFullWarp, mine.tiles, source);
+      if (slots + rows > kSlots<kFormat>) {
+        next = row + source;
+        is_full = true;
+        break;
+      }
+      if (lane == 0) shared.runs[runs] = {row + source, rows, slots, tile, items};
+      items += min(tiles - tile, left - items);
+      tile = 0;
+      slots += rows;
+      ++runs;
+      found &= found - 1;
+    }
+    row = next;
+  }
+  if (lane == 0) {
+    shared.num_runs = runs;
+    shared.num_slots = slots;
+    shared.num_items = items;
+    shared.left = left - items;
+    shared.next_row = row;
+    shared.next_tile = tile;
+  }
+}
+
+// The run that item `item` of the batch belongs to, and the first key of its tile.
+template <EntryFormat kFormat, int kTiles>
+__device__ __forceinline__ const Run& RunOf(const Shared<kFormat, kTiles>& shared, int item) {
+  int r = 0;
+  while (r + 1 < shared.num_runs && shared.runs[r + 1].first_item <= item) ++r;
+  return shared.runs[r];
+}
+template <int kTiles>
+__device__ __forceinline__ int FirstKey(const Run& run, int item) {
+  return (run.first_tile + item - run.first_item) * 8 * kTiles;
+}
+
+// Starts the copies of an item's keys. A tile lies within a page; keys that nobody sees are copied
+// along, and stay in their own columns.
+template <EntryFormat kFormat, int kTiles>
+__device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<kFormat, kTiles>& shared,
+                                          int item) {
+  constexpr int kPieces = kKeyBytes<kFormat> / 16;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const Run& run = RunOf(shared, item);
+  const int first_key = FirstKey<kTiles>(run, item);
+  const int32_t sequence = pass.batch.row_sequence[pass.first_row + run.first_row];
+  const int page_number = first_key / pass.plane.entries;
+  const int entry = first_key - page_number * pass.plane.entries;
+  std::byte* page = pass.batch.sequences[sequence].pages[kIndexKey][page_number];
+  const std::byte* data = EntryData(pass.plane, page, entry);
+  // A warp copies 512 bytes at a time, an even number of keys (or one pair): the swap of halves is
+  // that of the first.
+  unsigned char* target = shared.keys[warp] + PieceOffset<kFormat>(lane / kPieces, lane % kPieces);
+#pragma unroll
+  for (int i = 0; i < 8 * kTiles * kKeyBytes<kFormat> / 512; ++i) {
+    CopyAsync16(target + 512 * i, data + 16 * lane + 512 * i);
+  }
+  if constexpr (kHasScales<kFormat>) {
+    if (lane < 8 * kTiles) {
+      CopyAsyncSmall<4>(&shared.scales[warp][lane], EntryScale(pass.plane, page, entry) + 4 * lane);
+    }
+  }
+  CommitCopies();
+}
+
+// The queries of the batch's rows as operands, and their weights. A warp takes a head at a time.
+template <EntryFormat kFormat, int kTiles>
+__device__ void StageQueries(const IndexerPass& pass, Shared<kFormat, kTiles>& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int heads = static_cast<int>(pass.num_heads);
+  const int padded_heads = (heads + 15) / 16 * 16;
+  const int t = lane % 4;
+  const int s = lane / 4;
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x) / kWarpLanes; i < shared.num_slots * padded_heads;
+       i += kWarps) {
+    const int slot = i / padded_heads;
+    const int h = i % padded_heads;
+    int r = 0;
+    while (r + 1 < shared.num_runs && shared.runs[r + 1].slot <= slot) ++r;
+    const int64_t row = pass.first_row + shared.runs[r].first_row + slot - shared.runs[r].slot;
+    const float* q = pass.q + row * pass.q_stride + int64_t{h} * kDim;
+    float x[4] = {};
+    if (h < heads) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) x[n] = q[ChannelOf<kFormat>(t, s, n / 2, n % 2)];
+    }
+    const float amax =
+        WarpMax(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
+    const int exponent = HeadExponent<kFormat>(amax);
+    const float inverse = PowerOfTwo(-exponent);
+    auto* words =
+        reinterpret_cast<uint32_t*>(&shared.q[slot][h / 16][s][(4 * (h % 8) + t) ^ (s & 4)]);
+    words[h % 16 / 8] = QueryPair<kFormat>(x[0] * inverse, x[1] * inverse);
+    words[2 + h % 16 / 8] = QueryPair<kFormat>(x[2] * inverse, x[3] * inverse);
+    if (lane == 0) {
+      shared.w[slot][h] = h < heads ? pass.w[row * pass.w_stride + h] * PowerOfTwo(exponent) : 0.0f;
+    }
+  }
+}
+
+// Adds the terms of two heads, g and g + 8 of a tile, for the keys 2t and 2t + 1.
+__device__ __forceinline__ void AddTerms(const float (&dot)[4], float w0, float w1,
+                                         float (&sum)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float w = half == 0 ? w0 : w1;
+    const uint32_t positive = Bf16PairRelu(dot[2 * half], dot[2 * half + 1]);
+    const uint32_t terms = Bf16Pair(LowBf16(positive) * w, HighBf16(positive) * w);
+    sum[0] += LowBf16(terms);
+    sum[1] += HighBf16(terms);
+  }
+}
+
+// The sum over the eight lanes that share t, each lane with the key KeyOfLane of the tiles.
+template <int kTiles>
+__device__ __forceinline__ float SumOverHeads(const float (&sum)[kTiles][2]) {
+  const int g = static_cast<int>(threadIdx.x) % kWarpLanes / 4;
+  float two[2][2];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int i = n / 2;
+    const int e = n % 2;
+    if constexpr (kTiles == 4) {
+      const bool high = (g & 4) != 0;
+      const float mine = high ? sum[2 + i][e] : sum[i][e];
+      const float other = high ? sum[i][e] : sum[2 + i][e];
+      two[i][e] = mine + __shfl_xor_sync(kFullWarp, other, 16);
+    } else {
+      two[i][e] = sum[i][e] + __shfl_xor_sync(kFullWarp, sum[i][e], 16);
+    }
+  }
+  float one[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const bool high = (g & 2) != 0;
+    const float mine = high ? two[1][e] : two[0][e];
+    const float other = high ? two[0][e] : two[1][e];
+    one[e] = mine + __shfl_xor_sync(kFullWarp, other, 8);
+  }
+  const bool high = (g & 1) != 0;
+  return (high ? one[1] : one[0]) + __shfl_xor_sync(kFullWarp, high ? one[0] : one[1], 4);
+}
+template <int kTiles>
+__device__ __forceinline__ int KeyOfLane() {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int g = lane / 4;
+  return 8 * (kTiles == 4 ? g / 2 : g / 2 % 2) + 2 * (lane % 4) + g % 2;
+}
+
+// The scores of one row with the keys of a tile; lanes of the same KeyOfLane hold the same.
+template <EntryFormat kFormat, int kTiles>
+__device__ __forceinline__ float ScoreTile(const uint4 (&q)[kHeadTiles][kSteps][kWarpLanes],
+                                           const float* w,
+                                           const uint32_t (&keys)[kTiles][kSteps][2], int heads) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  float sum[kTiles][2] = {};
+#pragma unroll 1
+  for (int m = 0; 16 * m < heads; ++m) {
+    float dot[kTiles][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const uint4 words = q[m][s][lane ^ (s & 4)];
+      const uint32_t a[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) MultiplyAdd<kFormat>(dot[i], a, keys[i][s]);
+    }
+    const float w0 = w[16 * m + lane / 4];
+    const float w1 = w[16 * m + lane / 4 + 8];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) AddTerms(dot[i], w0, w1, sum[i]);
+  }
+  return SumOverHeads<kTiles>(sum);
+}
+
+// Waits for the keys of an item, starts the copies of the warp's next one, and scores all rows.
+template <EntryFormat kFormat, int kTiles>
+__device__ __forceinline__ void ScoreItem(const IndexerPass& pass, Shared<kFormat, kTiles>& shared,
+                                          int item) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  WaitForCopies<0>();
+  __syncwarp();
+  uint32_t keys[kTiles][kSteps][2];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    LoadKey<kFormat>(shared.keys[warp], shared.scales[warp], 8 * i + lane / 4, keys[i]);
+  }
+  const float factor = KeyFactor<kFormat>(shared.scales[warp], KeyOfLane<kTiles>());
+  __syncwarp();
+  if (item + kWarps < shared.num_items) FetchKeys(pass, shared, item + kWarps);
+
+  const Run& run = RunOf(shared, item);
+  const int first_key = FirstKey<kTiles>(run, item);
+#pragma unroll 1
+  for (int i = 0; i < run.rows; ++i) {
+    const int row = run.first_row + i;
+    const auto visible =
+        static_cast<int>(VisibleKeys(pass.batch.row_position[pass.first_row + row]));
+    if (visible <= first_key || !NeedsScores(visible, pass.topk, pass.has_dump)) continue;
+    const int slot = run.slot + i;
+    const float sum = ScoreTile<kFormat, kTiles>(shared.q[slot], shared.w[slot], keys,
+                                                 static_cast<int>(pass.num_heads));
+    const bool writes = kTiles == 4 || lane < kWarpLanes / 2;
+    const int column = first_key + KeyOfLane<kTiles>();
+    if (writes && column < visible) {
+      pass.scores[row * pass.stride + column] = RoundBf16(sum * factor);
+    }
+  }
+}
+
+// Grid: any, one block per SM is meant; blocks share all tiles evenly. Block: kThreads. Shared
+// memory: Shared<kFormat, kTiles>. Pages begin at 16 bytes and hold whole tiles.
+template <EntryFormat kFormat, int kTiles>
+__global__ __launch_bounds__(kThreads,
+                             1) void ScoreKeysByMma(const __grid_constant__ IndexerPass pass) {
+  auto& shared = *reinterpret_cast<Shared<kFormat, kTiles>*>(DynamicShared());
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  FindShare(pass, shared);
+  while (shared.left > 0) {
+    __syncthreads();
+    if (warp == 0) PlanBatch(pass, shared);
+    __syncthreads();
+    if (warp < shared.num_items) FetchKeys(pass, shared, warp);
+    StageQueries(pass, shared);
+    __syncthreads();
+    for (int item = warp; item < shared.num_items; item += kWarps) ScoreItem(pass, shared, item);
+  }
+}
+
+template <EntryFormat kFormat, int kTiles>
+absl::Status LaunchTiles(const IndexerPass& pass, const Exec& exec) {
+  static_assert(sizeof(Shared<kFormat, kTiles>) <= kMaxSharedBytes);
+  return Launch("ScoreKeysByMma",
+                {.grid = dim3(static_cast<unsigned>(exec.num_sms)),
+                 .block = dim3(kThreads),
+                 .shared_bytes = sizeof(Shared<kFormat, kTiles>)},
+                exec, ScoreKeysByMma<kFormat, kTiles>, pass);
+}
+
+}  // namespace mma_scores
+
+absl::Status ScoreByMma(const IndexerPass& pass, const Exec& exec) {
+  using mma_scores::LaunchTiles;
+  if (pass.plane.format == EntryFormat::kKeyBf16) {
+    return LaunchTiles<EntryFormat::kKeyBf16, 2>(pass, exec);
+  }
+  // Half tiles spread few keys over more warps; the bits are the same.
+  const bool is_small = pass.rows * pass.bound <= int64_t{exec.num_sms} * mma_scores::kWarps * 16;
+  if (pass.plane.format == EntryFormat::kKeyFp8) {
+    return is_small ? LaunchTiles<EntryFormat::kKeyFp8, 2>(pass, exec)
+                    : LaunchTiles<EntryFormat::kKeyFp8, 4>(pass, exec);
+  }
+  return is_small ? LaunchTiles<EntryFormat::kKeyFp4, 2>(pass, exec)
+                  : LaunchTiles<EntryFormat::kKeyFp4, 4>(pass, exec);
+}
+
+}  // namespace isthmus::kernels
