@@ -24,11 +24,34 @@ constexpr Patch kSwapAb = {
     .test = "LinearCudaTest",
     .decision = "kernels/linear/decisions/0001-swap-ab.md"};
 
-constexpr const Patch* kPatches[] = {&kSwapAb};
+constexpr Patch kTilesLarge = {
+    .name = "linear.tiles_large",
+    .summary =
+        "Multiplies the many tokens of a prefill by tiles of 128 x 128 on tensor cores, both "
+        "operands streamed in the order of their fragments.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/1e-3},
+    .test = "LinearCudaTest",
+    .decision = "kernels/linear/decisions/0002-tiles-large.md"};
+
+constexpr const Patch* kPatches[] = {&kSwapAb, &kTilesLarge};
+
+// Weights in tiles whose groups are those of the tokens; e4m3 codes or bf16 on both sides.
+bool FitsTensorCores(const LinearArgs& args) {
+  const WeightView& w = args.weight;
+  if (w.rows < 1 || w.cols < 1) return false;
+  if (w.layout != WeightLayout::kMmaTiles || w.first_col != 0 || w.first_row % 16 != 0)
+    return false;
+  if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;
+  if (w.format == WeightFormat::kBf16) return !args.quantise_input;
+  return w.format == WeightFormat::kFp8Block128 && (args.quantise_input || args.input_is_quantised);
+}
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr LinearVariant kVariants[] = {
     {&kSwapAb, kSm90Up, FitsSwapAb, LaunchLinearSwapAb, LaunchLinearManySwapAb},
+    {&kTilesLarge, kSm90Up, FitsTilesLarge, LaunchLinearTilesLarge, LaunchLinearManyTilesLarge},
     {nullptr, kAnyCuda, nullptr, LaunchLinearCuda},
     {nullptr, kCpuOnly, nullptr, LaunchLinearCpu},  // linear_cpu.cc: one fixed summation order
 };
@@ -117,15 +140,14 @@ absl::Status ValidateLinear(const LinearArgs& args) {
 std::span<const LinearVariant> LinearVariants() { return kVariants; }
 std::span<const Patch* const> LinearPatches() { return kPatches; }
 
-// Weights in tiles whose groups are those of the tokens; e4m3 codes or bf16 on both sides.
 bool FitsSwapAb(const LinearArgs& args) {
-  const WeightView& w = args.weight;
-  if (args.x.rows < 1 || args.x.rows > 64 || w.rows < 1 || w.cols < 1) return false;
-  if (w.layout != WeightLayout::kMmaTiles || w.first_col != 0 || w.first_row % 16 != 0)
-    return false;
-  if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;
-  if (w.format == WeightFormat::kBf16) return !args.quantise_input;
-  return w.format == WeightFormat::kFp8Block128 && (args.quantise_input || args.input_is_quantised);
+  return args.x.rows >= 1 && args.x.rows <= kSwapAbTokens && FitsTensorCores(args);
+}
+bool FitsTilesLarge(const LinearArgs& args) {
+  // A counter for each tile of the output.
+  const int64_t tiles = (args.x.rows + 127) / 128 * ((args.weight.rows + 127) / 128);
+  return args.x.rows > kSwapAbTokens && tiles * kMaxLinearsTogether <= kNumCounters &&
+         FitsTensorCores(args);
 }
 
 bool RunTogether(const LinearArgs& a, const LinearArgs& b) {

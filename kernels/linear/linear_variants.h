@@ -24,8 +24,10 @@ bool RunTogether(const LinearArgs& a, const LinearArgs& b);
 
 absl::Status ValidateLinear(const LinearArgs& args);
 std::span<const LinearVariant> LinearVariants();
-// What linear.swap_ab takes.
+// What the patches take: few tokens and many.
+inline constexpr int64_t kSwapAbTokens = 64;
 bool FitsSwapAb(const LinearArgs& args);
+bool FitsTilesLarge(const LinearArgs& args);
 
 absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec);
 void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exec& exec);
@@ -35,6 +37,8 @@ void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exe
 absl::Status LaunchLinearCuda(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec);
+absl::Status LaunchLinearTilesLarge(const LinearArgs& args, const Exec& exec);
+absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView& out,
                                           const Exec& exec);
 #else
@@ -42,6 +46,9 @@ inline constexpr absl::Status (*LaunchLinearCuda)(const LinearArgs&, const Exec&
 inline constexpr absl::Status (*LaunchLinearSwapAb)(const LinearArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchLinearManySwapAb)(std::span<const LinearArgs>,
                                                         const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchLinearTilesLarge)(const LinearArgs&, const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchLinearManyTilesLarge)(std::span<const LinearArgs>,
+                                                            const Exec&) = nullptr;
 inline absl::Status LaunchQuantiseActivationCuda(const MatrixView&, const MatrixView&,
                                                  const Exec&) {
   return absl::UnimplementedError("quantise_activation: built without CUDA");

@@ -16,9 +16,8 @@
 
 namespace isthmus::kernels {
 
-inline constexpr int kUnitSteps = 4;      // k steps of a unit: 512 bytes each of a row of tiles.
-inline constexpr int kMaxTokenTiles = 8;  // 64 tokens.
-inline constexpr int kMaxTasks = 8;       // Linears of one launch.
+inline constexpr int kUnitSteps = 4;  // k steps of a unit: 512 bytes each of a row of tiles.
+inline constexpr int kMaxTasks = 8;   // Linears of one launch.
 
 ISTHMUS_HOST_DEVICE constexpr int UnitInputs(WeightFormat format) {
   return format == WeightFormat::kFp8Block128 ? 128 : 64;
@@ -45,86 +44,7 @@ struct PackArgs {
   uint8_t* units;  // [input][unit][UnitBytes]
   int64_t cols;    // K
   int tokens;
-  int tiles;  // Of 8 tokens: 1, 2, 4 or 8.
+  int tiles;  // Of 8 tokens, in a block of tokens: 1, 2, 4, 8 or 16.
 };
-
-// Word of e4m3 codes of inputs 4 lane .. + 3 of a unit, and the scale of the whole unit.
-__device__ __forceinline__ uint32_t PackE4m3(const float* x, int64_t k, int64_t cols,
-                                             float* scale) {
-  float value[4];
-  float amax = 0.0f;
-  for (int i = 0; i < 4; ++i) {
-    value[i] = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
-    amax = fmaxf(amax, fabsf(value[i]));  // Passes over NaN.
-  }
-  const int exponent = Fp8ScaleExponent(WarpMax(amax));
-  *scale = PowerOfTwo(exponent);
-  const float inverse = 1.0f / *scale;
-  uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= uint32_t{Fp8E4m3Code(value[i] * inverse)} << (8 * i);
-  return word;
-}
-
-// Words of inputs 2 lane, 2 lane + 1 of a unit: rounded to bf16, and what that leaves.
-__device__ __forceinline__ uint2 PackBf16(const float* x, int64_t k, int64_t cols) {
-  uint2 words = make_uint2(0, 0);
-  for (int i = 0; i < 2; ++i) {
-    const float value = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
-    const uint16_t high = Bf16Bits(value);
-    const float rest = value - Bf16Value(high);
-    const uint16_t low = fabsf(rest) < INFINITY ? Bf16Bits(rest) : uint16_t{0};
-    words.x |= uint32_t{high} << (16 * i);
-    words.y |= uint32_t{low} << (16 * i);
-  }
-  return words;
-}
-
-inline constexpr int kPackWarps = 8;
-
-// Grid: [units, inputs]. Block: kPackWarps warps, each of which packs a token at a time.
-template <WeightFormat kFormat>
-__global__ __launch_bounds__(kPackWarps* kWarpLanes) void PackTokens(
-    const __grid_constant__ PackArgs args) {
-  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
-  __shared__ unsigned any_low;
-  LetSuccessorStart();
-  if (threadIdx.x == 0) any_low = 0;
-  __syncthreads();
-  WaitForPredecessor();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int tiles = args.tiles;
-  const int64_t unit = blockIdx.x;
-  uint8_t* out = args.units + (int64_t{blockIdx.y} * gridDim.x + unit) * UnitBytes(kFormat, tiles);
-  auto* words = reinterpret_cast<uint32_t*>(out);
-  auto* scales = reinterpret_cast<float*>(out + UnitWordBytes(tiles));
-  auto* low_words = reinterpret_cast<uint32_t*>(out + UnitHeadBytes(kFormat, tiles));
-  const int64_t k = unit * UnitInputs(kFormat) + lane * (UnitInputs(kFormat) / kWarpLanes);
-
-  uint32_t low_bits = 0;
-  for (int token = warp; token < 8 * tiles; token += kPackWarps) {
-    const float* x =
-        token < args.tokens ? args.x[blockIdx.y] + token * args.x_stride[blockIdx.y] : nullptr;
-    const int place =
-        WordInUnit(tiles, lane / 8, token / 8, token % 8 * 4 + lane % 4, lane % 8 / 4);
-    if constexpr (kIsFp8) {
-      float scale = 0.0f;
-      words[place] = PackE4m3(x, k, args.cols, &scale);
-      if (lane == 0) scales[token] = scale;
-    } else {
-      const uint2 both = PackBf16(x, k, args.cols);
-      words[place] = both.x;
-      low_words[place] = both.y;
-      low_bits |= both.y & 0x7fff7fffu;
-    }
-  }
-  if constexpr (!kIsFp8) {
-    if (__any_sync(kFullWarp, low_bits != 0) && lane == 0) atomicOr(&any_low, 1u);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *reinterpret_cast<uint4*>(out + UnitWordBytes(tiles)) = {any_low, 0, 0, 0};
-    }
-  }
-}
 
 }  // namespace isthmus::kernels

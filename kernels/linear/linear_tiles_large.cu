@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// Patch linear.tiles_large: linears of more than 64 tokens (prefill), on sm_90 and sm_120 alike.
+// Bound by mma.sync: 2 * tokens * N * K operations at 1,516 (e4m3) or 643 (bf16) TFLOP/s of an
+// H200.
+//
+// Tiles of 128 outputs x 128 tokens, a warp 32 x 64 of them: both operands come from shared memory
+// in the order of their fragments, 12 KB a warp for 64 products. Units stream through the ring of
+// linear_stream.cuh, shared equally among the multiprocessors. Low parts of bf16 tokens that are
+// not on the grid follow as a stage of their own.
+#include <array>
+
+#include "kernels/core/workspace.h"
+#include "kernels/linear/linear_stream.cuh"
+#include "kernels/linear/linear_variants.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+constexpr int kTokenTiles = 16;     // Of a block of tokens: 128.
+constexpr int kWarpRowTiles = 2;    // Of a warp, and
+constexpr int kWarpTokenTiles = 8;  // its tiles of tokens.
+constexpr int kFragments = kWarpRowTiles * kWarpTokenTiles;
+constexpr int kWarpsAlongRows = kUnitRowTiles / kWarpRowTiles;
+static_assert(kWarpsAlongRows * (kTokenTiles / kWarpTokenTiles) == kLinearWarps);
+
+// The words of a unit and its tail; the low parts use a stage of their own.
+template <WeightFormat kFormat>
+constexpr int kStageBytes = kUnitWeightBytes +
+                            (UnitHeadBytes(kFormat, kTokenTiles) + 127) / 128 * 128;
+constexpr int kStages = 3;
+static_assert(kStages * kStageBytes<WeightFormat::kFp8Block128> + 1024 <= kMaxSharedBytes);
+static_assert(kStages * kStageBytes<WeightFormat::kBf16> + 1024 <= kMaxSharedBytes);
+
+// The next stage of a ring, counted on both sides.
+struct Turn {
+  int index = 0;
+  __device__ int stage() const { return index % kStages; }
+  __device__ unsigned parity() const { return static_cast<unsigned>(index / kStages) % 2; }
+};
+
+// Fills one stage, by the whole producer warp.
+template <WeightFormat kFormat>
+__device__ void Fill(const StreamArgs& args, const Ring& ring, const Place& place, bool is_low,
+                     Turn* turn, int lane) {
+  const int stage = turn->stage();
+  if (turn->index >= kStages) BarrierWait(ring.empty + stage, turn->parity() ^ 1u);
+  unsigned char* target = ring.stages + stage * kStageBytes<kFormat>;
+  FetchWeights<false>(args, place, target, ring.full + stage, lane);
+  if (lane == 0) {
+    constexpr unsigned kHead = UnitHeadBytes(kFormat, kTokenTiles);
+    constexpr unsigned kWords = UnitWordBytes(kTokenTiles);
+    const uint8_t* tokens = TokensOf<kFormat, kTokenTiles>(args, place);
+    const unsigned bytes = is_low ? kWords : kHead;
+    BarrierArriveExpect(ring.full + stage, bytes);
+    BulkCopy(target + kUnitWeightBytes, is_low ? tokens + kHead : tokens, bytes, ring.full + stage);
+  }
+  __syncwarp();
+  ++turn->index;
+}
+
+template <WeightFormat kFormat>
+__device__ void Produce(const StreamArgs& args, const Ring& ring, int begin, int count, int lane) {
+  WaitForPredecessor();
+  Turn turn;
+  Place place = PlaceOf(args, begin);
+  bool has_low = HasLow<kFormat, kTokenTiles>(args, place);
+  for (int i = 0; i < count; ++i) {
+    Place next = place;
+    bool next_has_low = false;
+    if (i + 1 < count) {
+      Advance(args, &next);
+      next_has_low = HasLow<kFormat, kTokenTiles>(args, next);
+    }
+    Fill<kFormat>(args, ring, place, false, &turn, lane);
+    if (has_low) Fill<kFormat>(args, ring, place, true, &turn, lane);
+    place = next;
+    has_low = next_has_low;
+  }
+  LetSuccessorStart();
+}
+
+// total += the warp's products of a stage. The weights stay in registers while pairs of token tiles
+// pass by, each with sums of its own: the products of a group, then its two scales.
+template <WeightFormat kFormat>
+__device__ __forceinline__ void AddStage(const unsigned char* stage, int warp, int steps, int lane,
+                                         const float (&weight_scale)[kWarpRowTiles],
+                                         float (&total)[kFragments][4]) {
+  const unsigned char* weights =
+      stage + warp % kWarpsAlongRows * kWarpRowTiles * kTileUnitBytes + lane * 16;
+  const int first_pair = warp / kWarpsAlongRows * (kWarpTokenTiles / 2);
+  const unsigned char* words = stage + kUnitWeightBytes + first_pair * kTileCodeBytes + lane * 16;
+  const auto* scales =
+      reinterpret_cast<const float2*>(stage + kUnitWeightBytes + UnitWordBytes(kTokenTiles)) +
+      first_pair * 8 + lane % 4;
+  uint4 tile[kUnitSteps][kWarpRowTiles];
+#pragma unroll
+  for (int step = 0; step < kUnitSteps; ++step) {
+    if (step >= steps) break;
+#pragma unroll
+    for (int r = 0; r < kWarpRowTiles; ++r) {
+      tile[step][r] =
+          *reinterpret_cast<const uint4*>(weights + r * kTileUnitBytes + step * kTileCodeBytes);
+    }
+  }
+#pragma unroll
+  for (int pair = 0; pair < kWarpTokenTiles / 2; ++pair) {
+    float acc[kWarpRowTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kUnitSteps; ++step) {
+      if (step >= steps) break;
+      const int place = step * (kTokenTiles / 2) + pair;
+      const uint4 b = *reinterpret_cast<const uint4*>(words + place * kTileCodeBytes);
+#pragma unroll
+      for (int r = 0; r < kWarpRowTiles; ++r) {
+        MultiplyStep<kFormat>(acc[r][0], tile[step][r], b.x, b.y);
+        MultiplyStep<kFormat>(acc[r][1], tile[step][r], b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float2 scale = make_float2(1.0f, 1.0f);
+      if constexpr (kFormat == WeightFormat::kFp8Block128) scale = scales[(2 * pair + half) * 4];
+#pragma unroll
+      for (int r = 0; r < kWarpRowTiles; ++r) {
+        const float even = scale.x * weight_scale[r];  // Powers of two: exact.
+        const float odd = scale.y * weight_scale[r];
+        float(&sum)[4] = total[r * kWarpTokenTiles + 2 * pair + half];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          sum[c] = fmaf(acc[r][half][c], c % 2 == 0 ? even : odd, sum[c]);
+        }
+      }
+    }
+  }
+}
+
+template <WeightFormat kFormat>
+__device__ void FinishRow(const StreamArgs& args, const Place& place, int warp, int lane,
+                          float (&total)[kFragments][4]) {
+  const int64_t row_begin = int64_t{place.row} * args.row_units;
+  const int first = OwnerOf(args, row_begin);
+  const int last = OwnerOf(args, row_begin + args.row_units - 1);
+  if (first == last || JoinParts(args, place.row, first, last, warp, lane, total)) {
+    const int token =
+        (place.token_block * kTokenTiles + warp / kWarpsAlongRows * kWarpTokenTiles) * 8;
+#pragma unroll
+    for (int r = 0; r < kWarpRowTiles; ++r) {
+      const int tile = place.block * kUnitRowTiles + warp % kWarpsAlongRows * kWarpRowTiles + r;
+      WriteFragments<kWarpTokenTiles>(args, args.tasks[place.task],
+                                      tile * static_cast<int>(kPanelRows), token, lane,
+                                      total + r * kWarpTokenTiles);
+    }
+  }
+#pragma unroll
+  for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) total[f][c] = 0.0f;
+  }
+}
+
+template <WeightFormat kFormat>
+__device__ void Consume(const StreamArgs& args, const Ring& ring, int begin, int count, int warp,
+                        int lane) {
+  float total[kFragments][4] = {};
+  Turn turn;
+  Place place = PlaceOf(args, begin);
+  WaitForPredecessor();
+  for (int i = 0; i < count; ++i) {
+    float weight_scale[kWarpRowTiles];  // From L1, nearly always: 32 units of a row lie together.
+#pragma unroll
+    for (int r = 0; r < kWarpRowTiles; ++r) {
+      const int tile = warp % kWarpsAlongRows * kWarpRowTiles + r;
+      weight_scale[r] = Ue8m0Value(ScaleCodeAt<kFormat>(args, place, tile));
+    }
+    bool has_more = true;
+    for (bool is_low = false; has_more; is_low = true) {
+      const unsigned char* stage = ring.stages + turn.stage() * kStageBytes<kFormat>;
+      BarrierWait(ring.full + turn.stage(), turn.parity());
+      AddStage<kFormat>(stage, warp, StepsOf(args, place), lane, weight_scale, total);
+      has_more = false;
+      if constexpr (kFormat != WeightFormat::kFp8Block128) {
+        const unsigned char* tail = stage + kUnitWeightBytes + UnitWordBytes(kTokenTiles);
+        has_more = !is_low && *reinterpret_cast<const unsigned*>(tail) != 0;
+      }
+      __syncwarp();
+      if (lane == 0) BarrierArrive(ring.empty + turn.stage());
+      ++turn.index;
+    }
+    if (place.unit + 1 == args.row_units || i + 1 == count) {
+      FinishRow<kFormat>(args, place, warp, lane, total);
+    }
+    if (i + 1 < count) Advance(args, &place);
+  }
+}
+
+// Grid: at most one block a multiprocessor, and a unit for each. Block: kLinearThreads. Shared
+// memory: kStages stages.
+template <WeightFormat kFormat>
+__global__ __launch_bounds__(kLinearThreads,
+                             1) void LinearTiles(const __grid_constant__ StreamArgs args) {
+  __shared__ Mbarrier full[kStages];
+  __shared__ Mbarrier empty[kStages];
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const Ring ring = MakeRing(full, empty);
+  const int begin = ShareBegin(args, blockIdx.x);
+  const int count = ShareBegin(args, int64_t{blockIdx.x} + 1) - begin;
+  if (warp == kLinearWarps) {
+    Produce<kFormat>(args, ring, begin, count, lane);
+  } else {
+    Consume<kFormat>(args, ring, begin, count, warp, lane);
+  }
+}
+
+template <WeightFormat kFormat>
+absl::Status LaunchTiles(const StreamArgs& args, int blocks, const Exec& exec) {
+  return Launch("LinearTiles",
+                {.grid = dim3(static_cast<unsigned>(blocks)),
+                 .block = dim3(kLinearThreads),
+                 .shared_bytes = static_cast<size_t>(kStages) * kStageBytes<kFormat>,
+                 .overlaps_predecessor = true},
+                exec, LinearTiles<kFormat>, args);
+}
+
+// A row's bits must be those that it has alone: as linear.swap_ab computes them, 64 at a time.
+absl::Status LaunchInvariant(std::span<const LinearArgs> linears, const Exec& exec) {
+  const int64_t tokens = linears[0].x.rows;
+  for (int64_t t = 0; t < tokens; t += kSwapAbTokens) {
+    const int64_t count = std::min(kSwapAbTokens, tokens - t);
+    std::array<LinearArgs, kMaxLinearsTogether> some;
+    for (size_t i = 0; i < linears.size(); ++i) {
+      some[i] = linears[i];
+      some[i].x = linears[i].x.Rows(t, count);
+      some[i].out = linears[i].out.Rows(t, count);
+    }
+    ISTHMUS_RETURN_IF_ERROR(LaunchLinearManySwapAb({some.data(), linears.size()}, exec));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, const Exec& exec) {
+  if (linears[0].x.rows == 0) return absl::OkStatus();
+  if (exec.counters == nullptr || exec.workspace == nullptr) {
+    return absl::FailedPreconditionError("linear: a GPU needs exec.counters and exec.workspace");
+  }
+  if (exec.batch_invariant) return LaunchInvariant(linears, exec);
+  const WeightFormat format = linears[0].weight.format;
+  StreamPlan plan = PlanStream(linears, kTokenTiles, exec);
+  const StreamArgs& stream = plan.stream;
+  const int blocks = std::min(exec.num_sms, stream.num_units);
+  Workspace::Scope scope(exec.workspace);
+  plan.pack.units = scope.Take<uint8_t>(int64_t{plan.inputs} * stream.token_blocks *
+                                        stream.row_units * UnitBytes(format, kTokenTiles));
+  plan.stream.units = plan.pack.units;
+  plan.stream.partials =
+      scope.Take<float>(int64_t{blocks} * 2 * kLinearWarps * kFragments * 4 * kWarpLanes);
+  ISTHMUS_RETURN_IF_ERROR(LaunchPack(plan, format, exec));
+  if (format == WeightFormat::kBf16) {
+    return LaunchTiles<WeightFormat::kBf16>(stream, blocks, exec);
+  }
+  return LaunchTiles<WeightFormat::kFp8Block128>(stream, blocks, exec);
+}
+
+absl::Status LaunchLinearTilesLarge(const LinearArgs& args, const Exec& exec) {
+  return LaunchLinearManyTilesLarge({&args, 1}, exec);
+}
+
+}  // namespace isthmus::kernels
