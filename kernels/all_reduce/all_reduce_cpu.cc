@@ -2,22 +2,15 @@
 // Ranks as threads of one process, in host memory: the protocol of communicator.h in C++. The
 // trusted CPU path.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <thread>
 
 #include "kernels/all_reduce/all_reduce_variants.h"
 #include "kernels/core/formats.h"
 #include "kernels/core/peer_group.h"
-#include "services/base/clock.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::kernels {
 namespace {
-
-std::byte* Slot(const Communicator& group, int rank, uint64_t call) {
-  return group.slots[rank] + static_cast<int64_t>(call & 1) * group.slot_bytes;
-}
 
 // Writes rows [first, first + count) of x into the own slot.
 void Publish(const AllReduceCall& call, int64_t first, int64_t count, std::byte* slot) {
@@ -31,27 +24,6 @@ void Publish(const AllReduceCall& call, int64_t first, int64_t count, std::byte*
     auto* out = reinterpret_cast<uint16_t*>(slot) + t * x.cols;
     for (int64_t d = 0; d < x.cols; ++d) out[d] = Bf16Bits(row[d]);
   }
-}
-
-absl::Status WaitFor(const Communicator& group, int peer, uint64_t call) {
-  const std::atomic_ref flag(group.flags[group.rank][peer * kMaxMeetingBlocks]);
-  constexpr int kPollsPerLook = 256;
-  const absl::Time deadline =
-      RealClock().Now() + absl::Nanoseconds(static_cast<int64_t>(group.timeout_nanoseconds));
-  for (int polls = 1; flag.load(std::memory_order_acquire) < call; ++polls) {
-    if (polls % kPollsPerLook == 0 && RealClock().Now() > deadline) {
-      CommunicatorFault fault = {call, group.rank, peer, flag.load(std::memory_order_acquire)};
-      if (group.fault != nullptr) {
-        group.fault->rank = fault.rank;
-        group.fault->missing_rank = fault.missing_rank;
-        group.fault->missing_call = fault.missing_call;
-        std::atomic_ref(group.fault->call).store(call, std::memory_order_release);
-      }
-      return FaultStatus(fault);
-    }
-    std::this_thread::yield();  // The others may need this processor.
-  }
-  return absl::OkStatus();
 }
 
 // Rows of one rank's slot, added to (or, for the first rank, stored in) out.
@@ -78,16 +50,10 @@ void Round(const MatrixView& out, int64_t first, int64_t count) {
 absl::Status Exchange(const AllReduceCall& call, int64_t first, int64_t count) {
   const Communicator& group = call.group;
   const uint64_t number = *group.calls + 1;
-  Publish(call, first, count, Slot(group, group.rank, number));
+  Publish(call, first, count, PeerSlotOnHost(group, group.rank, number));
+  ISTHMUS_RETURN_IF_ERROR(MeetPeersOnHost(group, number));
   for (int peer = 0; peer < group.ranks; ++peer) {
-    std::atomic_ref(group.flags[peer][group.rank * kMaxMeetingBlocks])
-        .store(number, std::memory_order_release);
-  }
-  for (int peer = 0; peer < group.ranks; ++peer) {
-    ISTHMUS_RETURN_IF_ERROR(WaitFor(group, peer, number));
-  }
-  for (int peer = 0; peer < group.ranks; ++peer) {
-    Add(call, first, count, Slot(group, peer, number), peer == 0);
+    Add(call, first, count, PeerSlotOnHost(group, peer, number), peer == 0);
   }
   *group.calls = number;
   return absl::OkStatus();

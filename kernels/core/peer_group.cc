@@ -4,10 +4,12 @@
 #include <atomic>
 #include <cstring>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "services/base/check.h"
+#include "services/base/clock.h"
 #include "services/base/fault.h"
 #include "services/base/status_macros.h"
 
@@ -43,6 +45,28 @@ absl::Status CheckOptions(const PeerGroupOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat("peer group: slots of ", options.slot_bytes, " bytes and a timeout of ",
                      absl::FormatDuration(options.timeout), ", both must be positive"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WaitForPeer(const Communicator& group, int peer, uint64_t call) {
+  const std::atomic_ref flag(group.flags[group.rank][peer * kMaxMeetingBlocks]);
+  constexpr int kPollsPerLook = 256;
+  const absl::Time deadline =
+      RealClock().Now() + absl::Nanoseconds(static_cast<int64_t>(group.timeout_nanoseconds));
+  for (int polls = 1; flag.load(std::memory_order_acquire) < call; ++polls) {
+    if (polls % kPollsPerLook == 0 && RealClock().Now() > deadline) {
+      const CommunicatorFault fault = {call, group.rank, peer,
+                                       flag.load(std::memory_order_acquire)};
+      if (group.fault != nullptr) {
+        group.fault->rank = fault.rank;
+        group.fault->missing_rank = fault.missing_rank;
+        group.fault->missing_call = fault.missing_call;
+        std::atomic_ref(group.fault->call).store(call, std::memory_order_release);
+      }
+      return FaultStatus(fault);
+    }
+    std::this_thread::yield();  // The others may need this processor.
   }
   return absl::OkStatus();
 }
@@ -115,6 +139,21 @@ absl::Status PeerGroup::Fault() const {
     CommunicatorFault& fault = *member->communicator.fault;
     const uint64_t call = std::atomic_ref(fault.call).load(std::memory_order_acquire);
     if (call != 0) return FaultStatus(fault);
+  }
+  return absl::OkStatus();
+}
+
+std::byte* PeerSlotOnHost(const Communicator& group, int rank, uint64_t call) {
+  return group.slots[rank] + static_cast<int64_t>(call & 1) * group.slot_bytes;
+}
+
+absl::Status MeetPeersOnHost(const Communicator& group, uint64_t call) {
+  for (int peer = 0; peer < group.ranks; ++peer) {
+    std::atomic_ref(group.flags[peer][group.rank * kMaxMeetingBlocks])
+        .store(call, std::memory_order_release);
+  }
+  for (int peer = 0; peer < group.ranks; ++peer) {
+    ISTHMUS_RETURN_IF_ERROR(WaitForPeer(group, peer, call));
   }
   return absl::OkStatus();
 }

@@ -26,6 +26,12 @@ struct PeerGroupOptions {
 // DeadlineExceeded, fault scope device, in words.
 absl::Status FaultStatus(const CommunicatorFault& fault);
 
+// The steps of a call (communicator.h) for a rank that is a thread on the CPU. Its memory is the
+// group's slots; it counts the call in *group.calls itself once it has read them.
+std::byte* PeerSlotOnHost(const Communicator& group, int rank, uint64_t call);
+// DeadlineExceeded as above when a rank does not come in time.
+absl::Status MeetPeersOnHost(const Communicator& group, uint64_t call);
+
 class PeerGroup {
  public:
   // Leaves the calling thread on the device of the last rank. InvalidArgument: ranks outside 1 to
