@@ -31,7 +31,7 @@ if(ISTHMUS_CUDA STREQUAL "nvcc")
   if(NOT nvcc_version MATCHES "release 13\\.")
     message(FATAL_ERROR "${ISTHMUS_NVCC} is not of CUDA 13: ${nvcc_version}")
   endif()
-  # nvcc itself says where its toolkit lies, since it may be a link or a script. An installed toolkit
+  # nvcc itself says where its toolkit lies, since it may be a link or a script. An installed one
   # has lib64, NVIDIA's wheels on PyPI have lib.
   execute_process(COMMAND ${ISTHMUS_NVCC} -v --dryrun none.cu ERROR_VARIABLE said OUTPUT_QUIET)
   if(NOT said MATCHES "#. TOP=([^\r\n]*)")
