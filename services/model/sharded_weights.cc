@@ -111,6 +111,13 @@ const LayerWeights& ShardedWeights::layer(int layer) const {
   return layers_[static_cast<size_t>(layer)];
 }
 
+ModelViews ShardedWeights::views() const {
+  ModelViews out = whole_->views();
+  out.head = head_;
+  out.layers = layers_;
+  return out;
+}
+
 int64_t ShardedWeights::copied_bytes() const {
   int64_t sum = 0;
   for (const auto& storage : storage_) sum += storage->taken_bytes();

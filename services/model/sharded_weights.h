@@ -45,6 +45,8 @@ class ShardedWeights {
   const HyperConnectionWeights& hc_head() const { return whole_->hc_head(); }
   // `layer` in [0, num_hidden_layers), checked.
   const LayerWeights& layer(int layer) const;
+  // For a ModelForward of this rank; valid as long as this object.
+  ModelViews views() const;
 
   int64_t copied_bytes() const;
 
