@@ -35,7 +35,7 @@ absl::Status LaunchPreOf(const HyperConnectionPreArgs& args, const Exec& exec) {
   params.comb = args.comb.f32(0);
   params.comb_stride = args.comb.row_stride;
   params.iterations = args.sinkhorn_iterations;
-  return mix::LaunchMixGroup<T, mix::Precision::kF32, kNumMixes, false>(params, exec);
+  return mix::LaunchMixGroups<T, mix::Precision::kF32, kNumMixes, false>(params, exec);
 }
 
 }  // namespace
@@ -48,10 +48,10 @@ absl::Status LaunchHyperConnectionPreMma(const HyperConnectionPreArgs& args, con
 absl::Status LaunchHyperConnectionHeadMma(const HyperConnectionHeadArgs& args, const Exec& exec) {
   constexpr mix::Precision kPrecision = mix::Precision::kF32;
   if (args.streams.dtype == DType::kBf16) {
-    return mix::LaunchMixGroup<uint16_t, kPrecision, kNumStreams, false>(MixParams<uint16_t>(args),
-                                                                         exec);
+    return mix::LaunchMixGroups<uint16_t, kPrecision, kNumStreams, false>(MixParams<uint16_t>(args),
+                                                                          exec);
   }
-  return mix::LaunchMixGroup<float, kPrecision, kNumStreams, false>(MixParams<float>(args), exec);
+  return mix::LaunchMixGroups<float, kPrecision, kNumStreams, false>(MixParams<float>(args), exec);
 }
 
 }  // namespace isthmus::kernels

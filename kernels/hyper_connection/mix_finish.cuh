@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second half of mix_mma.cuh: what the last block of a group does with the sums of all, and the
-// kernel with its launch.
+// The second half of mix_mma.cuh: what the last block to come to a group does with the sums of all,
+// and the kernel with its launch.
 #pragma once
 
 #include "absl/status/status.h"
@@ -16,6 +16,13 @@ struct Finish {
   float* squares;  // [2][kMixWarps]
   float* partial;  // [group][kMixWarps][mixes + 1]
   uint16_t* x;     // [tokens at a time][hidden], in the place of `partial`
+};
+
+// scale and base of each mix, in shared memory.
+template <int kMixes>
+struct GateNumbers {
+  float scale[kMixes];
+  float base[kMixes];
 };
 
 __device__ __forceinline__ Finish FinishIn(unsigned char* shared) {
@@ -46,8 +53,8 @@ __device__ __forceinline__ void AddBlocks(const Params<T>& p, int64_t first, int
 
 // From the sums of the warps: pre and the logits of comb into shared memory, post to its matrix.
 template <typename T, int kMixes>
-__device__ __forceinline__ void SplitMixesOf(const Params<T>& p, int64_t first, int count,
-                                             const Finish& finish) {
+__device__ __forceinline__ void SplitMixesOf(const Params<T>& p, const GateNumbers<kMixes>& numbers,
+                                             int64_t first, int count, const Finish& finish) {
   constexpr int kRow = kMixes + 1;
   for (int i = static_cast<int>(threadIdx.x); i < count * kMixes; i += kThreads) {
     const int u = i / kMixes;
@@ -62,7 +69,7 @@ __device__ __forceinline__ void SplitMixesOf(const Params<T>& p, int64_t first, 
     }
     const float r = 1.0f / sqrtf(squares / static_cast<float>(M * p.hidden) + p.epsilon);
     const int kind = mix < M ? 0 : mix < 2 * M ? 1 : 2;
-    const float logit = r * total * p.scale[kind] + p.base[mix];
+    const float logit = r * total * numbers.scale[mix] + numbers.base[mix];
     if (kind == 2) {
       finish.logits[u * kLogitPitch + mix - 2 * M] = logit;
       continue;
@@ -125,7 +132,7 @@ __device__ __forceinline__ uint4 CombineEight(const T* streams, int64_t hidden, 
                                               float (&x)[8]) {
   float v[M][8];
 #pragma unroll
-  for (int m = 0; m < M; ++m) Load8FromL2(streams + m * hidden, v[m]);
+  for (int m = 0; m < M; ++m) Load8(streams + m * hidden, v[m]);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     x[i] = pre[0] * v[0][i];
@@ -136,7 +143,8 @@ __device__ __forceinline__ uint4 CombineEight(const T* streams, int64_t hidden, 
 }
 
 // x of the group's tokens, normed when there is a weight: a team of warps_per_token warps a token.
-template <typename T>
+// kUnroll: chunks whose loads are on their way together.
+template <typename T, int kUnroll>
 __device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int count,
                                        const Finish& finish) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
@@ -150,7 +158,7 @@ __device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int co
     T* to = p.x + (first + u) * p.x_stride;
     const float* pre = finish.pre + u * M;
     float squares = 0.0f;
-#pragma unroll 2
+#pragma unroll kUnroll
     for (int64_t d = 8 * thread; d < p.hidden; d += 8 * team_threads) {
       float x[8];
       const uint4 packed = CombineEight(streams + d, p.hidden, pre, x);
@@ -184,18 +192,31 @@ __device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int co
   }
 }
 
-// Into L2 what the last block reads first and nobody before: its part of the norm's weight, and the
-// first block's the few numbers of the gates.
+// Into L2 the block's part of the norm's weight, which the last block reads and nobody before.
 template <typename T>
-__device__ __forceinline__ void PrefetchFinish(const Params<T>& p, int mixes) {
+__device__ __forceinline__ void PrefetchNorm(const Params<T>& p) {
   constexpr int kSectorFloats = 8;
   const int i = static_cast<int>(threadIdx.x) * kSectorFloats;
-  if (p.norm_weight != nullptr && i < kBlockColumns) {
+  if (p.norm_weight != nullptr && blockIdx.y == 0 && i < kBlockColumns) {
     PrefetchL2(p.norm_weight + int64_t{blockIdx.x} * kBlockColumns + i);
   }
-  if (blockIdx.x != 0) return;
-  if (i < mixes) PrefetchL2(p.base + i);
-  if (i == 0) PrefetchL2(p.scale);
+}
+
+// What the last block to come to a group does. All threads; on return shared memory is free again.
+template <typename T, int kMixes, int kUnroll>
+__device__ __forceinline__ void FinishGroup(const Params<T>& p, const GateNumbers<kMixes>& numbers,
+                                            int64_t first, int count, const Finish& finish) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  AddBlocks<T, kMixes>(p, first, count, finish);
+  __syncthreads();
+  SplitMixesOf<T, kMixes>(p, numbers, first, count, finish);
+  __syncthreads();
+  if (warp < kMixWarps) {
+    WriteX<T, kUnroll>(p, first, count, finish);
+  } else if constexpr (kMixes == kNumMixes) {
+    Balance(p, first, count, finish);
+  }
+  __syncthreads();
 }
 
 // Blocks of an SM at once; where registers do not suffice for two, one.
@@ -204,59 +225,68 @@ constexpr int MinBlocks() {
   return sizeof(T) == 4 && kPrecision == Precision::kF32 ? 1 : 2;
 }
 
-// Grid: [hidden / kBlockColumns, groups]. Block: kThreads. Shared memory: SharedBytes, dynamic.
-// Requires hidden % kBlockColumns == 0, rows aligned to 16 bytes, fn in kMmaTiles.
+// Grid: [hidden / kBlockColumns, rows of blocks that share the groups]. Block: kThreads. Shared
+// memory: kStages * StageBytes + SumsBytes + FinishBytes, dynamic. Requires hidden % kBlockColumns
+// == 0, rows aligned to 16 bytes, fn in kMmaTiles.
 template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
-__global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGroup(Params<T> p) {
+__global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGroups(Params<T> p) {
   __shared__ unsigned turn;
-  unsigned char* shared = DynamicShared();
-  auto* sums = reinterpret_cast<float*>(shared + kStages * StageBytes<T>(kHasPost));
+  __shared__ GateNumbers<kMixes> numbers;
+  constexpr int kStage = StageBytes<T>(kHasPost);
   constexpr int kSums = kMixWarps * kTile * (kMixes + 1);
+  constexpr int kUnroll = sizeof(T) == 2 && kPrecision != Precision::kF32 ? 2 : 1;
+  unsigned char* stages = DynamicShared();
+  auto* sums = reinterpret_cast<float*>(stages + kStages * kStage);
+  const Finish finish = FinishIn(stages + kStages * kStage + SumsBytes(kMixes));
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int64_t first = int64_t{blockIdx.y} * p.group;
-  const int count = static_cast<int>(p.tokens - first < p.group ? p.tokens - first : p.group);
-  const int tiles = (count + kTile - 1) / kTile;
 
   LetSuccessorStart();
-  PrefetchFinish(p, kMixes);
-  Weights<kPrecision> weights;
+  PrefetchNorm(p);
+  RawWeights raw = {};
   if (warp < kMixWarps) {
     const int64_t column = int64_t{blockIdx.x} * kBlockColumns + warp / M * kWarpColumns;
-    LoadWeights<kPrecision, kMixes>(p.fn, M * p.hidden, warp % M * p.hidden + column, &weights);
+    LoadWeights<kMixes>(p.fn, M * p.hidden, warp % M * p.hidden + column, &raw);
+  }
+  if (threadIdx.x < kMixes) {  // The first barrier below stands before their use.
+    const int mix = static_cast<int>(threadIdx.x);
+    numbers.scale[mix] = p.scale[mix < M ? 0 : mix < 2 * M ? 1 : 2];
+    numbers.base[mix] = p.base[mix];
   }
   WaitForPredecessor();
-  for (int tile = 0; tile < kStages - 1; ++tile) {
-    CopyTile<T, kHasPost>(p, first, count, tile, shared);
+  const int begin = static_cast<int>(blockIdx.y) * p.group;
+  Place next = {begin, 0};
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    CopyTile<T, kHasPost>(p, next, stages + stage * kStage);
+    next = After(p, next);
   }
-  for (int tile = 0; tile < tiles; ++tile) {
-    WaitForCopies<kStages - 2>();
-    __syncthreads();  // The tile is here, and all are done with the one before.
-    CopyTile<T, kHasPost>(p, first, count, tile + kStages - 1, shared);
-    if (tile > 0) AddWarps<T, kMixes>(p, first, count, tile - 1, sums + (tile - 1) % 2 * kSums);
-    if (warp < kMixWarps) {
-      MixTile<T, kPrecision, kMixes, kHasPost>(
-          p, weights, first, count, tile, shared + tile % kStages * StageBytes<T>(kHasPost),
-          sums + tile % 2 * kSums + warp * kTile * (kMixes + 1));
+  Weights<kPrecision> weights;
+  SplitWeights(raw, &weights);
+  int n = 0;  // Tiles so far.
+  for (int first = begin; first < p.tokens; first += static_cast<int>(gridDim.y) * p.group) {
+    const int count = TokensOf(p, first);
+    for (int u = 0; u < count; u += kTile, ++n) {
+      WaitForCopies<kStages - 2>();
+      __syncthreads();  // The tile is here, and all are done with the one before.
+      CopyTile<T, kHasPost>(p, next, stages + (n + kStages - 1) % kStages * kStage);
+      next = After(p, next);
+      if (u > 0) AddWarps<T, kMixes>(p, first + u - kTile, kTile, sums + (n - 1) % 2 * kSums);
+      if (warp < kMixWarps) {
+        MixTile<T, kPrecision, kMixes, kHasPost>(
+            p, weights, first + u, count - u, stages + n % kStages * kStage,
+            sums + n % 2 * kSums + warp * kTile * (kMixes + 1));
+      }
+    }
+    __syncthreads();
+    const int last = (count - 1) / kTile * kTile;
+    AddWarps<T, kMixes>(p, first + last, count - last, sums + (n - 1) % 2 * kSums);
+    if (TakeTurn(p.counters + first / p.group, gridDim.x, &turn) == gridDim.x - 1) {
+      FinishGroup<T, kMixes, kUnroll>(p, numbers, first, count, finish);
     }
   }
-  __syncthreads();
-  AddWarps<T, kMixes>(p, first, count, tiles - 1, sums + (tiles - 1) % 2 * kSums);
   WaitForCopies<0>();
-  if (TakeTurn(p.counters + blockIdx.y, gridDim.x, &turn) != gridDim.x - 1) return;
-
-  const Finish finish = FinishIn(shared);
-  AddBlocks<T, kMixes>(p, first, count, finish);
-  __syncthreads();
-  SplitMixesOf<T, kMixes>(p, first, count, finish);
-  __syncthreads();
-  if (warp < kMixWarps) {
-    WriteX(p, first, count, finish);
-  } else if constexpr (kMixes == kNumMixes) {
-    Balance(p, first, count, finish);
-  }
 }
 
-// Tokens of a block: more of them read fn less often, fewer of them spread over more blocks.
+// Tokens of a group: more of them, fewer meetings of blocks; fewer, more blocks that finish.
 inline int GroupFor(int64_t tokens) {
   if (tokens <= 2) return 1;
   if (tokens <= 8) return 2;
@@ -265,26 +295,58 @@ inline int GroupFor(int64_t tokens) {
   return tokens <= 512 ? 16 : kMaxGroup;
 }
 
-// Fills in what `params` lacks (partials, counters, group) and launches. The partial sums of a
-// token depend on nothing else in the batch; the team that makes its x does, unless
-// batch_invariant.
+// Warps that make x of one token. Few tokens: all that there are. Else so many that the x of all
+// tokens at a time fits into shared memory. In batch_invariant mode the batch has no say.
+inline int WarpsPerToken(int64_t hidden, int group, bool batch_invariant) {
+  const int least = hidden <= 4096 ? 2 : 4;
+  const int share = kMixWarps / group;
+  return batch_invariant || share < least ? least : share;
+}
+
+// Rows of blocks: so many that the blocks that run at once, `slots`, are nearly all of use, and no
+// more, since each loads the weights of its columns once.
+inline int64_t BlockRows(int64_t groups, int64_t blocks, int64_t slots) {
+  int64_t best = 1;
+  double best_share = 0.0;
+  for (int64_t rows = 1; rows <= 16 && rows <= groups && best_share < 0.9; ++rows) {
+    const int64_t waves = (rows * blocks + slots - 1) / slots;
+    const double share = static_cast<double>(rows * blocks) / static_cast<double>(waves * slots);
+    if (share > best_share) {
+      best = rows;
+      best_share = share;
+    }
+  }
+  return best;
+}
+
+// Fills in what `params` lacks (partials, counters, group, warps) and launches.
 template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
-absl::Status LaunchMixGroup(Params<T> params, const Exec& exec) {
+absl::Status LaunchMixGroups(Params<T> params, const Exec& exec) {
   if (params.tokens == 0) return absl::OkStatus();
   const int64_t blocks = params.hidden / kBlockColumns;
   Workspace::Scope scope(exec.workspace);
   params.partials = scope.Take<float>(params.tokens * blocks * (kMixes + 1));
   params.counters = exec.counters;
   params.group = GroupFor(params.tokens);
-  params.warps_per_token = exec.batch_invariant || params.group > 2 ? 2 : 8 / params.group;
-  const int64_t pass = kStages * StageBytes<T>(kHasPost) + SumsBytes(kMixes);
-  const int64_t finish = FinishBytes(params.hidden, kMixes, params.warps_per_token);
-  return Launch("MixGroup",
-                {.grid = dim3(static_cast<unsigned>(blocks), CeilDiv(params.tokens, params.group)),
+  params.warps_per_token = WarpsPerToken(params.hidden, params.group, exec.batch_invariant);
+  const int64_t groups = CeilDiv(params.tokens, params.group);
+  if (params.counters == nullptr || groups > kNumCounters) {
+    return absl::InvalidArgumentError("hyper_connection: fused launches need Exec::counters");
+  }
+  const int64_t bytes = kStages * StageBytes<T>(kHasPost) + SumsBytes(kMixes) +
+                        FinishBytes(params.hidden, kMixes, params.group, params.warps_per_token);
+  // Shared memory of a multiprocessor; a block costs 1 KB more than it asks for.
+  const int64_t of_sm = (exec.arch >= kArchSm120 ? 100 : 228) << 10;
+  const int64_t fit = of_sm / (bytes + 1024);
+  const int64_t of_registers = MinBlocks<T, kPrecision>();
+  const int64_t slots = exec.num_sms * (fit < of_registers ? fit : of_registers);
+  return Launch("MixGroups",
+                {.grid = dim3(static_cast<unsigned>(blocks),
+                              static_cast<unsigned>(BlockRows(groups, blocks, slots))),
                  .block = dim3(kThreads),
-                 .shared_bytes = static_cast<size_t>(pass > finish ? pass : finish),
+                 .shared_bytes = static_cast<size_t>(bytes),
                  .overlaps_predecessor = true},
-                exec, MixGroup<T, kPrecision, kMixes, kHasPost>, params);
+                exec, MixGroups<T, kPrecision, kMixes, kHasPost>, params);
 }
 
 }  // namespace isthmus::kernels::mix

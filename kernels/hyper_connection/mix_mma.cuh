@@ -5,9 +5,10 @@
 // Bound by memory with many tokens: y and the streams are read once, the new streams and x written
 // once, 80 KB a token of hidden 4096 in bf16; and by latency with few. A block has 64 columns of
 // all four streams, so that the new streams of its columns need nothing from elsewhere, and the
-// weights of its columns stay in registers while it passes over the tokens of its group. Its sums
-// for the 24 mixes and the squares go to `partials`; the last block of a group to come adds them
-// up, splits the mixes, and reads the new streams once more, from L2, for x.
+// weights of its columns stay in registers while it passes over groups of tokens, four stages of
+// eight tokens ahead. Its sums for the 24 mixes and the squares go to `partials`; the last block to
+// come to a group adds them up, splits the mixes, and reads the new streams once more, from L2, for
+// x (mix_finish.cuh). No block ever waits for another.
 //
 // fn is multiplied in bf16 terms that add up to f32 (8 bits each), or in tf32; streams in reference
 // arithmetic are bf16 numbers, so they lose nothing.
@@ -31,7 +32,7 @@ constexpr int kWarpColumns = 32;   // A warp: these of one destination stream.
 constexpr int kMixWarps = kBlockColumns / kWarpColumns * M;
 constexpr int kThreads = (kMixWarps + 1) * kWarpLanes;  // One more warp balances comb.
 constexpr int kStages = 4;
-constexpr int kMaxGroup = 32;      // Tokens a block passes over.
+constexpr int kMaxGroup = 32;      // Tokens that the last block to come finishes.
 constexpr int kGates = M + M * M;  // post and comb of a token.
 
 template <typename T>
@@ -73,11 +74,12 @@ constexpr int StageBytes(bool has_post) {
 }
 constexpr int SumsBytes(int mixes) { return 2 * kMixWarps * kTile * (mixes + 1) * 4; }
 
-// The last block's: pre, logits and the warps' sums, then partial sums or, after them, x.
+// Beside them, for a group's last block: pre, logits and the warps' sums, then partial sums or,
+// after them, x.
 constexpr int kLogitPitch = M * M + 1;
 constexpr int kGateFloats = kMaxGroup * (M + kLogitPitch) + 2 * kMixWarps;
-inline int64_t FinishBytes(int64_t hidden, int mixes, int warps_per_token) {
-  const int64_t partial = int64_t{kMaxGroup} * kMixWarps * (mixes + 1) * 4;
+inline int64_t FinishBytes(int64_t hidden, int mixes, int group, int warps_per_token) {
+  const int64_t partial = int64_t{group} * kMixWarps * (mixes + 1) * 4;
   const int64_t x = kMixWarps / warps_per_token * hidden * 2;
   return kGateFloats * 4 + (partial > x ? partial : x);
 }
@@ -104,16 +106,6 @@ __device__ __forceinline__ void Load8(const uint16_t* p, float (&v)[8]) {
 __device__ __forceinline__ void Load8(const float* p, float (&v)[8]) {
   const float4 a = reinterpret_cast<const float4*>(p)[0];
   const float4 b = reinterpret_cast<const float4*>(p)[1];
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-// The same past the L1, for what another block wrote.
-__device__ __forceinline__ void Load8FromL2(const uint16_t* p, float (&v)[8]) {
-  Unpack8(__ldcg(reinterpret_cast<const uint4*>(p)), v);
-}
-__device__ __forceinline__ void Load8FromL2(const float* p, float (&v)[8]) {
-  const float4 a = __ldcg(reinterpret_cast<const float4*>(p));
-  const float4 b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
   v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
@@ -170,19 +162,31 @@ __device__ __forceinline__ void LoadRows(const uint8_t* p, float (&low)[8], floa
   }
 }
 
-template <Precision kPrecision, int kMixes>
+// Rows g, g + 8 and 16 + g of a lane's eight columns, as loaded.
+struct RawWeights {
+  float a[8], b[8], c[8];
+};
+
+template <int kMixes>
 __device__ __forceinline__ void LoadWeights(const uint8_t* fn, int64_t columns, int64_t first,
-                                            Weights<kPrecision>* out) {
+                                            RawWeights* raw) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int64_t tile = first / 8 + lane % 4;
-  float a[8], b[8], c[8], none[8];
-  LoadRows(fn + tile * 512 + lane / 4 * 64, a, b);
+  LoadRows(fn + tile * 512 + lane / 4 * 64, raw->a, raw->b);
   if constexpr (kMixes > 16) {
-    LoadRows(fn + (columns / 8 + tile) * 512 + lane / 4 * 64, c, none);
+    float none[8];
+    LoadRows(fn + (columns / 8 + tile) * 512 + lane / 4 * 64, raw->c, none);
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) c[i] = 0.0f;
+    for (int i = 0; i < 8; ++i) raw->c[i] = 0.0f;
   }
+}
+
+template <Precision kPrecision>
+__device__ __forceinline__ void SplitWeights(RawWeights& raw, Weights<kPrecision>* out) {
+  float(&a)[8] = raw.a;
+  float(&b)[8] = raw.b;
+  float(&c)[8] = raw.c;
   if constexpr (kPrecision == Precision::kTf32) {
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -238,48 +242,64 @@ __device__ __forceinline__ void Multiply(const Weights<kPrecision>& w, const flo
 
 // ---- The pass over the tokens of a group.
 
-// Starts the copies of tile `tile` of the group into its stage: rows of the block's columns of each
-// source, and the gates of each token. Tokens past `count` read as zero.
+// A tile of a group; and the one after it, in the next group of the block after the last.
+struct Place {
+  int first;  // Token of the group.
+  int tile;   // Counted in the group.
+};
+template <typename T>
+__device__ __forceinline__ int TokensOf(const Params<T>& p, int first) {
+  const int left = static_cast<int>(p.tokens) - first;
+  return left < p.group ? left : p.group;
+}
+template <typename T>
+__device__ __forceinline__ Place After(const Params<T>& p, Place at) {
+  if ((at.tile + 1) * kTile < TokensOf(p, at.first)) return {at.first, at.tile + 1};
+  return {at.first + static_cast<int>(gridDim.y) * p.group, 0};
+}
+
+// Starts the copies of a tile into `stage`: rows of the block's columns of each source, and the
+// gates of each token. Tokens past the group's read as zero; past the last group nothing is copied.
 template <typename T, bool kHasPost>
-__device__ __forceinline__ void CopyTile(const Params<T>& p, int64_t first, int count, int tile,
-                                         unsigned char* stages) {
-  if (tile * kTile < count) {
-    constexpr int kChunks = kBlockColumns * int{sizeof(T)} / 16;
-    constexpr int kSources = Sources(kHasPost);
-    unsigned char* stage = stages + tile % kStages * StageBytes<T>(kHasPost);
+__device__ __forceinline__ void CopyTile(const Params<T>& p, Place at, unsigned char* stage) {
+  constexpr int kChunks = kBlockColumns * int{sizeof(T)} / 16;
+  constexpr int kSources = Sources(kHasPost);
+  const int left = TokensOf(p, at.first) - at.tile * kTile;
+  const int token0 = at.first + at.tile * kTile;
+  if (left > 0) {
     const int64_t column = int64_t{blockIdx.x} * kBlockColumns;
     for (int i = static_cast<int>(threadIdx.x); i < kSources * kTile * kChunks; i += kThreads) {
       const int chunk = i % kChunks;
       const int row = i / kChunks;
       const int source = row / kTile;
-      const int u = tile * kTile + row % kTile;
-      const int64_t token = first + (u < count ? u : 0);
+      const int u = row % kTile;
+      const int64_t token = u < left ? token0 + u : token0;
       const T* from = source < M ? p.streams + token * p.streams_stride + source * p.hidden + column
                                  : p.y + token * p.y_stride + column;
       CopyAsync16(stage + row * Pitch<T>() + 16 * chunk, from + chunk * (16 / int{sizeof(T)}),
-                  u < count ? 16 : 0);
+                  u < left ? 16 : 0);
     }
     if constexpr (kHasPost) {
       unsigned char* gates = stage + kSources * kTile * Pitch<T>();
       for (int i = static_cast<int>(threadIdx.x); i < kTile * (1 + M); i += kThreads) {
-        const int u = tile * kTile + i / (1 + M);
+        const int u = i / (1 + M);
         const int part = i % (1 + M);
-        const int64_t token = first + (u < count ? u : 0);
+        const int64_t token = u < left ? token0 + u : token0;
         const float* from = part == 0 ? p.post_in + token * p.post_in_stride
                                       : p.comb_in + token * p.comb_in_stride + M * (part - 1);
-        CopyAsync16(gates + 16 * i, from, u < count ? 16 : 0);
+        CopyAsync16(gates + 16 * i, from, u < left ? 16 : 0);
       }
     }
   }
   CommitCopies();
 }
 
-// The new stream j of a tile's tokens in the warp's columns: to `out`, and into the sums of the
-// mixes and squares. `stage` is the tile's; `sums` [kTile][kMixes + 1] is the warp's own.
+// The new stream j of a tile's `left` tokens from token0 on, in the warp's columns: to `out`, and
+// into the sums of the mixes and squares. `sums` [kTile][kMixes + 1] is the warp's own.
 template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
 __device__ __forceinline__ void MixTile(const Params<T>& p, const Weights<kPrecision>& weights,
-                                        int64_t first, int count, int tile,
-                                        const unsigned char* stage, float* sums) {
+                                        int64_t token0, int left, const unsigned char* stage,
+                                        float* sums) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int g = static_cast<int>(threadIdx.x) % kWarpLanes / 4;
   const int t = static_cast<int>(threadIdx.x) % 4;
@@ -306,9 +326,8 @@ __device__ __forceinline__ void MixTile(const Params<T>& p, const Weights<kPreci
       for (int i = 0; i < 8; ++i) v[i] = fmaf(share, old[i], v[i]);
     }
     packed = Round8(v);
-    const int u = tile * kTile + g;
-    if (u < count) {
-      T* to = p.out + (first + u) * p.out_stride + j * p.hidden;
+    if (g < left) {
+      T* to = p.out + (token0 + g) * p.out_stride + j * p.hidden;
       Store8(to + int64_t{blockIdx.x} * kBlockColumns + column, v, packed);
     }
   } else {
@@ -335,16 +354,16 @@ __device__ __forceinline__ void MixTile(const Params<T>& p, const Weights<kPreci
 
 // Adds up the warps' sums of a tile, in their order, into `partials`.
 template <typename T, int kMixes>
-__device__ __forceinline__ void AddWarps(const Params<T>& p, int64_t first, int count, int tile,
+__device__ __forceinline__ void AddWarps(const Params<T>& p, int64_t token0, int left,
                                          const float* sums) {
   constexpr int kRow = kMixes + 1;
   for (int i = static_cast<int>(threadIdx.x); i < kTile * kRow; i += kThreads) {
-    const int u = tile * kTile + i / kRow;
-    if (u >= count) break;
+    const int u = i / kRow;
+    if (u >= left) break;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < kMixWarps; ++w) total += sums[w * kTile * kRow + i];
-    p.partials[((first + u) * gridDim.x + blockIdx.x) * kRow + i % kRow] = total;
+    p.partials[((token0 + u) * gridDim.x + blockIdx.x) * kRow + i % kRow] = total;
   }
 }
 

@@ -125,8 +125,9 @@ class OnDevice {
 };
 
 Outputs RunVariant(const PostPreVariant& variant, PostPreCase& c, const Form& form, bool in_place,
-                   bool batch_invariant = false) {
+                   bool batch_invariant = false, int num_sms = 0) {
   TestDevice device;
+  if (num_sms != 0) device.exec().num_sms = num_sms;
   device.exec().batch_invariant = batch_invariant;
   const OnDevice on_device(c, form, in_place);
   EXPECT_TRUE(ValidatePostPre(on_device.args(), device.exec().arch).ok());
@@ -187,6 +188,7 @@ TEST_P(PostPreTest, HasTheStreamsOfTheCpuAndStaysWithinItsBound) {
   const emulator::ReverseOrder reversed;
 #endif
   ExpectSame(RunVariant(variant, c, form, !form.in_place), got, "again, with other aliases");
+  ExpectSame(RunVariant(variant, c, form, form.in_place, false, 1), got, "with fewer blocks");
 }
 
 TEST_P(PostPreTest, GivesEachTokenTheBitsThatItHasAlone) {
