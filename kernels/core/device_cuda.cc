@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/core/device.h"
+#include "kernels/core/device_wait.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::kernels {
@@ -225,6 +226,7 @@ absl::Status DeviceGraph::Replay(void* stream) const {
                   "replay a graph");
 }
 
+absl::Status SynchroniseDevice() { return StatusOf(cudaDeviceSynchronize(), "device work"); }
 absl::Status LastDeviceError() { return StatusOf(cudaGetLastError(), "device"); }
 bool IsStickyError() {
   if (cudaGetLastError() == cudaSuccess) return false;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "kernels/core/device.h"
+#include "kernels/core/device_wait.h"
 
 namespace isthmus::kernels {
 namespace {
@@ -59,6 +60,7 @@ absl::Status DeviceGraph::BeginCapture(void*) { return NoDevice(); }
 absl::StatusOr<DeviceGraph> DeviceGraph::EndCapture(void*) { return NoDevice(); }
 absl::Status DeviceGraph::Replay(void*) const { return NoDevice(); }
 
+absl::Status SynchroniseDevice() { return NoDevice(); }
 absl::Status LastDeviceError() { return absl::OkStatus(); }
 bool IsStickyError() { return false; }
 void SetEmulatedArch(int) {}

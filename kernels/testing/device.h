@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 #include "kernels/core/device.h"
 #include "kernels/core/device_batch.h"
+#include "kernels/core/device_wait.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/weight_tiles.h"
@@ -74,12 +75,14 @@ class DeviceCopy {
   }
   std::vector<T> ToHost() const {
     std::vector<T> out(static_cast<size_t>(count_));
+    Wait();
     Check(CopyToHost(out.data(), data(), count_ * static_cast<int64_t>(sizeof(T)), nullptr));
     Wait();
     return out;
   }
   ::testing::AssertionResult Intact() const {
     std::vector<uint8_t> all(static_cast<size_t>(buffer_.bytes()));
+    Wait();
     Check(CopyToHost(all.data(), buffer_.data(), buffer_.bytes(), nullptr));
     Wait();
     const size_t end = static_cast<size_t>(kGuard + count_ * static_cast<int64_t>(sizeof(T)));
@@ -96,9 +99,8 @@ class DeviceCopy {
   static constexpr int kGuardByte = 0xa5;
 
   static void Check(const absl::Status& status) { ASSERT_TRUE(status.ok()) << status; }
-  // Everything of the legacy stream has been done when a copy of pageable memory returns; a fill
-  // may be on its way.
-  static void Wait() { Check(DeviceStream().Synchronise()); }
+  // Work of any stream may still be on its way.
+  static void Wait() { Check(SynchroniseDevice()); }
   void Allocate(int fill_byte) {
     const int64_t bytes = count_ * static_cast<int64_t>(sizeof(T));
     absl::StatusOr<DeviceBuffer> buffer = DeviceBuffer::Allocate(bytes + 2 * kGuard);
