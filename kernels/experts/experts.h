@@ -60,6 +60,8 @@ struct ExpertsArgs {
 };
 
 absl::Status Experts(const ExpertsArgs& args, const Exec& exec);
+// The patches of this operation (kernels/patches.h).
+std::span<const Patch* const> ExpertsPatches();
 absl::Status ExpertsDefinition(const ExpertsArgs& args, const Exec& exec);
 
 }  // namespace isthmus::kernels

@@ -2,6 +2,8 @@
 // Every CUDA variant of experts within its bound, and the trusted one bit for bit the CPU's.
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <ostream>
 #include <utility>
@@ -230,6 +232,64 @@ TEST_P(ExpertsCudaTest, TakesNoTokensAndOnlyPadding) {
   ExpertsCase c(WeightFormat::kMxfp4, 0, 256, 128, 6, 2, false);
   ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
   ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 3);
+}
+
+TEST_P(ExpertsCudaTest, TakesManyTokens) {
+  ISTHMUS_REQUIRE_DEVICE();
+  ExpertsCase c(WeightFormat::kMxfp4, 131, 128, 128, 9, 3, false);
+  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 2);
+  ExpertsCase genuine(WeightFormat::kNvfp4, 27, 128, 128, 3, 1, false);
+  ExpectRight(genuine, Arithmetic::kReference, WeightLayout::kMmaTiles);
+}
+
+TEST_P(ExpertsCudaTest, TakesTheRealShape) {
+  ISTHMUS_REQUIRE_DEVICE();
+  if (!IsRealDevice()) GTEST_SKIP() << "minutes in the emulator";
+  for (const int64_t tokens : {1, 8, 33}) {
+    ExpertsCase c(WeightFormat::kMxfp4, tokens, 4096, 1024, 12, 3, false);
+    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
+  }
+}
+
+// Also of eight and more tokens of an expert, and whatever block they fall into.
+TEST_P(ExpertsCudaTest, GivesATokenTheSameBitsInEveryBatch) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const ExpertsVariant& variant = GetParam();
+  TestDevice device;
+  if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
+  ExpertsCase c(WeightFormat::kMxfp4, 27, 384, 128, 6, 2, false);
+  const DeviceCase on_device(c, WeightLayout::kMmaTiles);
+  const ExpertsArgs all = on_device.Args(Arithmetic::kReference);
+  ASSERT_TRUE(variant.launch(all, device.exec()).ok());
+  device.Finish();
+  const std::vector<float> expected = on_device.Gather(on_device.out, c.tokens_);
+  for (const auto& [first, count] : {std::pair{0, 1}, {1, 2}, {3, 7}, {10, 17}}) {
+    ExpertsArgs part = all;
+    part.x = all.x.Rows(first, count);
+    part.out = all.out.Rows(first, count);
+    part.routed = all.routed.Rows(first, count);
+    part.ids += first * c.k_;
+    part.weights += first * c.k_;
+    ASSERT_TRUE(variant.launch(part, device.exec()).ok());
+  }
+  device.Finish();
+  EXPECT_TRUE(SameBits(on_device.Gather(on_device.out, c.tokens_), expected));
+}
+
+TEST_P(ExpertsCudaTest, KeepsNanToItsTokenAndMayWriteOverItsInput) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const ExpertsVariant& variant = GetParam();
+  TestDevice device;
+  if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
+  ExpertsCase c(WeightFormat::kMxfp4, 3, 128, 128, 6, 2, false);
+  c.x[128 + 5] = std::numeric_limits<float>::quiet_NaN();
+  const DeviceCase on_device(c, WeightLayout::kMmaTiles);
+  ExpertsArgs args = on_device.Args(Arithmetic::kReference);
+  args.out = args.x;
+  ASSERT_TRUE(variant.launch(args, device.exec()).ok());
+  device.Finish();
+  const std::vector<float> out = on_device.Gather(on_device.x, 3);
+  for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(std::isnan(out[i]), i / 128 == 1) << i;
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, ExpertsCudaTest,

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Patch experts.grouped_w4a8: every expert that has tokens, the shared one among them, in two
+// launches of tensor-core products over tiles of fp4 or fp8 weights and quantised rows, with three
+// small launches around them: sort, quantise, sum.
+//
+// Bound by memory: the floor is the bytes of the tiles of the experts that have tokens, once
+// (a share of half the model's expert, 1024 of 2048 wide: 6.7 MB). See grouped_products.cuh.
+#include <algorithm>
+
+#include "kernels/core/workspace.h"
+#include "kernels/experts/experts_variants.h"
+#include "kernels/experts/grouped_products.cuh"
+#include "services/base/status_macros.h"
+
+namespace isthmus::kernels {
+namespace {
+
+using grouped::Batch;
+using grouped::ProductKind;
+using grouped::Scratch;
+
+constexpr int64_t kTokensAtOnce = 2048;  // Bounds the workspace of a long prefill.
+
+static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 1> <= kMaxSharedBytes);
+static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 2> <= kMaxSharedBytes);
+static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 4> <= kMaxSharedBytes);
+
+bool CanMultiply(const WeightView& w) {
+  if (w.layout != WeightLayout::kMmaTiles) return false;
+  if (w.rows % grouped::kGroup != 0 || w.cols % grouped::kGroup != 0) return false;
+  if (IsFp4(w.format)) return true;
+  return w.format == WeightFormat::kFp8Block128 && w.first_col == 0 && w.first_row % 16 == 0;
+}
+bool CanMultiply(const ExpertWeights& e, int64_t intermediate) {
+  return CanMultiply(e.w1) && CanMultiply(e.w3) && CanMultiply(e.w2) &&
+         e.w1.format == e.w3.format && e.w1.rows == intermediate;
+}
+
+const ExpertWeights* FirstLoaded(const ExpertsArgs& args) {
+  for (const ExpertWeights& e : args.experts) {
+    if (e.w1.elements != nullptr) return &e;
+  }
+  return nullptr;
+}
+
+Scratch TakeScratch(const Batch& batch, Workspace::Scope& scope) {
+  const int64_t tokens = batch.tokens;
+  const int64_t rows = tokens * batch.k + (batch.has_shared ? tokens : 0);
+  const int64_t hidden = batch.hidden;
+  const int64_t intermediate = batch.intermediate;
+  Scratch scratch;
+  scratch.list = scope.Take<grouped::JobList>(1);
+  scratch.jobs = scope.Take<grouped::Job>(batch.num_experts + 1);
+  scratch.row_token = scope.Take<int32_t>(rows);
+  scratch.row_weight = scope.Take<float>(rows);
+  scratch.rows_of = scope.Take<int32_t>(tokens * batch.k);
+  scratch.x_codes = scope.Take<uint8_t>(tokens * hidden);
+  scratch.x_scales = scope.Take<float>(tokens * hidden / grouped::kGroup);
+  scratch.h = scope.Take<uint16_t>(rows * intermediate);
+  scratch.h_codes = scope.Take<uint8_t>(rows * intermediate);
+  scratch.h_scales = scope.Take<float>(rows * intermediate / grouped::kGroup);
+  scratch.y = scope.Take<uint16_t>(rows * hidden);
+  return scratch;
+}
+
+// Blocks of eight rows that a unit may have. No expert has more rows than there are tokens, and few
+// have more than a quarter of 64.
+int BlocksFor(int64_t tokens) { return tokens <= 8 ? 1 : tokens <= 128 ? 2 : 4; }
+
+template <ProductKind kKind, int kBlocks>
+absl::Status LaunchProduct(const grouped::ProductArgs& args, const Exec& exec) {
+  // One block of threads fits into the shared memory of a multiprocessor of sm_120.
+  const int per_sm = exec.arch >= kArchSm120 ? 1 : grouped::kBlocksPerSm<kBlocks>;
+  return Launch("MultiplyExperts",
+                {.grid = dim3(static_cast<unsigned>(std::max(exec.num_sms, 1) * per_sm)),
+                 .block = dim3(grouped::kThreads),
+                 .shared_bytes = grouped::kProductSharedBytes<kKind, kBlocks>,
+                 .overlaps_predecessor = true},
+                exec, grouped::MultiplyExperts<kKind, kBlocks>, args);
+}
+
+template <ProductKind kKind>
+absl::Status LaunchProduct(const Batch& batch, const Scratch& scratch, int shared_cost,
+                           const Exec& exec) {
+  constexpr bool kIsGate = kKind == ProductKind::kGate;
+  const grouped::ProductArgs args = {scratch, kIsGate ? batch.hidden : batch.intermediate,
+                                     kIsGate ? batch.intermediate : batch.hidden, batch.block_rows,
+                                     shared_cost};
+  switch (BlocksFor(batch.tokens)) {
+    case 1:
+      return LaunchProduct<kKind, 1>(args, exec);
+    case 2:
+      return LaunchProduct<kKind, 2>(args, exec);
+    default:
+      return LaunchProduct<kKind, 4>(args, exec);
+  }
+}
+
+// A unit of the shared expert costs twice one of a routed one where its weights are twice as wide.
+int SharedCost(const ExpertsArgs& args) {
+  const ExpertWeights* routed = FirstLoaded(args);
+  if (args.shared == nullptr || routed == nullptr) return 1;
+  return IsFp4(routed->w1.format) && !IsFp4(args.shared->w1.format) ? 2 : 1;
+}
+
+// The tokens [first, first + count) of the batch.
+absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, const Exec& exec) {
+  Workspace::Scope scope(exec.workspace);
+  const ExpertWeights& any = args.shared != nullptr ? *args.shared : *FirstLoaded(args);
+  const Batch batch = {.ids = args.ids + first * args.k,
+                       .weights = args.weights + first * args.k,
+                       .experts = args.device_experts,
+                       .shared = args.shared != nullptr ? *args.shared : ExpertWeights{},
+                       .tokens = static_cast<int32_t>(count),
+                       .k = static_cast<int32_t>(args.k),
+                       .num_experts = static_cast<int32_t>(args.experts.size()),
+                       .hidden = static_cast<int32_t>(args.x.cols),
+                       .intermediate = static_cast<int32_t>(any.w1.rows),
+                       .block_rows = static_cast<int32_t>(8 * BlocksFor(count)),
+                       .limit = args.limit,
+                       .shared_limit = args.shared_limit,
+                       .has_shared = args.shared != nullptr};
+  const Scratch scratch = TakeScratch(batch, scope);
+  const MatrixView x = args.x.Rows(first, count);
+  const int shared_cost = SharedCost(args);
+  ISTHMUS_RETURN_IF_ERROR(grouped::LaunchRoute(batch, scratch, x.f32(0), x.row_stride, exec));
+  ISTHMUS_RETURN_IF_ERROR(LaunchProduct<ProductKind::kGate>(batch, scratch, shared_cost, exec));
+  ISTHMUS_RETURN_IF_ERROR(grouped::LaunchQuantiseHidden(batch, scratch, exec));
+  ISTHMUS_RETURN_IF_ERROR(LaunchProduct<ProductKind::kDown>(batch, scratch, shared_cost, exec));
+  float* routed = args.routed.data != nullptr ? args.routed.f32(first) : nullptr;
+  return grouped::LaunchCombine(batch, scratch, routed, args.routed.row_stride, args.out.f32(first),
+                                args.out.row_stride, exec);
+}
+
+}  // namespace
+
+bool SupportsGroupedW4A8(const ExpertsArgs& args) {
+  if (args.arithmetic != Arithmetic::kReference) return false;
+  if (args.experts.size() > size_t{grouped::kMaxExperts}) return false;
+  const ExpertWeights* any = args.shared != nullptr ? args.shared : FirstLoaded(args);
+  if (any == nullptr) return false;
+  const auto fits = [&](const ExpertWeights& e) {
+    return e.w1.elements == nullptr || CanMultiply(e, any->w1.rows);
+  };
+  if (args.shared != nullptr && !fits(*args.shared)) return false;
+  if (!std::all_of(args.experts.begin(), args.experts.end(), fits)) return false;
+  return reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && args.x.row_stride % 4 == 0;
+}
+
+absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec) {
+  for (int64_t first = 0; first < args.x.rows; first += kTokensAtOnce) {
+    const int64_t count = std::min(kTokensAtOnce, args.x.rows - first);
+    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace isthmus::kernels

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of experts.grouped_w4a8 hand to one another in device memory; internal to this
+// folder.
+//
+// Every (token, expert) is a row. The rows of an expert lie together, in token order; the experts
+// ascend; padding tokens have none. The shared expert's rows come last, one per token, at tokens *
+// k. An expert with rows is a job, the shared one the first. A job's rows are multiplied in blocks
+// of block_rows.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/core/weight.h"
+#include "kernels/experts/experts.h"
+
+namespace isthmus::kernels::grouped {
+
+inline constexpr int64_t kGroup = 128;  // Inputs under one scale of a quantised row.
+inline constexpr int kMaxExperts = 1024;
+
+// A tiled matrix.
+struct JobWeight {
+  const uint8_t* tiles;
+  const uint8_t* scales;  // fp8 only: [blocks of rows][scale_columns]
+  float factor;           // What its sums are multiplied with in the end.
+  int32_t scale_columns;
+  int32_t first_row;
+  WeightFormat format;
+};
+
+struct Job {
+  JobWeight w1, w3, w2;
+  int32_t first_row;
+  int32_t num_rows;
+  float limit;
+};
+
+struct JobList {
+  int32_t num_jobs;
+  int32_t num_blocks;
+  int32_t num_routed_rows;
+  // Of a job, the blocks of the jobs before it.
+  int32_t first_block[kMaxExperts + 2];
+};
+
+// Pointers to what one call works with. hidden, intermediate: multiples of kGroup.
+struct Scratch {
+  JobList* list;
+  Job* jobs;           // [experts + 1]
+  int32_t* row_token;  // [rows]
+  float* row_weight;   // [rows]
+  int32_t* rows_of;    // [tokens, k]: a token's rows in ascending expert id; padding: -1
+  uint8_t* x_codes;    // [tokens, hidden], in the order of CodePlace
+  float* x_scales;     // [tokens, hidden / kGroup]
+  uint16_t* h;         // [rows, intermediate], bf16
+  uint8_t* h_codes;    // [rows, intermediate], in the order of CodePlace
+  float* h_scales;     // [rows, intermediate / kGroup]
+  uint16_t* y;         // [rows, hidden], bf16
+};
+
+// The batch as the kernels see it.
+struct Batch {
+  const int32_t* ids;            // [tokens, k]
+  const float* weights;          // [tokens, k]
+  const ExpertWeights* experts;  // [num_experts]
+  ExpertWeights shared;
+  int32_t tokens;
+  int32_t k;
+  int32_t num_experts;
+  int32_t hidden;
+  int32_t intermediate;
+  int32_t block_rows;
+  float limit;
+  float shared_limit;
+  bool has_shared;
+};
+
+// The list of jobs, the places of rows, and x quantised. x: [tokens, hidden], rows x_stride apart,
+// aligned to 16 bytes. (grouped_rows.cu, as the next two.)
+absl::Status LaunchRoute(const Batch& batch, const Scratch& scratch, const float* x,
+                         int64_t x_stride, const Exec& exec);
+// h_codes and h_scales from h.
+absl::Status LaunchQuantiseHidden(const Batch& batch, const Scratch& scratch, const Exec& exec);
+// out, and routed where it is not null, from y.
+absl::Status LaunchCombine(const Batch& batch, const Scratch& scratch, float* routed,
+                           int64_t routed_stride, float* out, int64_t out_stride, const Exec& exec);
+
+}  // namespace isthmus::kernels::grouped

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two products of experts.grouped_w4a8: h = gate(w1 x, w3 x) and y = w2 h, for the rows of all
+// experts in one launch each.
+//
+// Bound by memory: the floor is the tiles of the experts that have rows, once. So every warp keeps
+// a ring of bulk copies running, across units of work, and the rest hides behind it. A unit is some
+// rows of tiles of one expert times a block of its rows (of tokens). The warps of a block split a
+// unit's inputs, always alike, so that a row's bits do not depend on the batch; they add through
+// shared memory. mma.sync m16n8k32 with weights on M: fp4 codes become e4m3 by shifts and masks,
+// their scales are applied to the product of each k32 step, the rows' scales to groups of 128.
+//
+// Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m matrix; nb block of eight rows.
+#pragma once
+
+#include "kernels/core/formats.h"
+#include "kernels/core/math.h"
+#include "kernels/core/mma.cuh"
+#include "kernels/experts/grouped_stream.cuh"
+
+namespace isthmus::kernels::grouped {
+
+// Four fp4 codes in the low (high) nibbles of the bytes of `word` as e4m3 of 2^-6 their value.
+__device__ __forceinline__ uint32_t LowCodes(uint32_t word) {
+  return (word << 4 & 0x80808080u) | (word << 2 & 0x1c1c1c1cu);
+}
+__device__ __forceinline__ uint32_t HighCodes(uint32_t word) {
+  return (word & 0x80808080u) | (word >> 2 & 0x1c1c1c1cu);
+}
+// Byte `i` of a word of ue8m0 scales; 2^-127 counts as 0, NaN as infinity.
+__device__ __forceinline__ float ScaleInWord(uint32_t word, int i) {
+  const int shift = 23 - 8 * i;
+  return __uint_as_float((shift >= 0 ? word << shift : word >> -shift) & 0x7f800000u);
+}
+// The same of e4m3 scales, which have no sign.
+__device__ __forceinline__ float E4m3InWord(uint32_t word, int i) {
+  return __uint_as_float((word >> (8 * i) & 0x7fu) << 20) * 0x1p120f;
+}
+
+// The rows of a unit that this lane multiplies: row g of every eight. Rows beyond the last repeat
+// it, and nobody stores them.
+template <int kBlocks>
+struct RowPlaces {
+  const uint8_t* codes;          // [rows, inputs]
+  const float* scales;           // [rows, inputs / kGroup]
+  uint32_t first_code[kBlocks];  // The row's first code, and 16 t: 1 / 128 of it is the scale's.
+};
+
+// One group of the rows as B fragments. A single block is loaded ahead of the weights; of more,
+// each tile or k32 step when it is due, since registers are scarce.
+template <int kBlocks>
+struct GroupRows {
+  static constexpr bool kAhead = kBlocks == 1;
+  static constexpr bool kByTile = kBlocks <= 2;
+  uint32_t words[kBlocks][kAhead ? 2 : 1][kByTile ? 4 : 2];
+
+  __device__ __forceinline__ void LoadTile(const RowPlaces<kBlocks>& places, int group, int tile) {
+#pragma unroll
+    for (int nb = 0; nb < kBlocks; ++nb) {
+      const auto offset = static_cast<uint32_t>(group * 128 + tile * 64);
+      const uint4 v =
+          *reinterpret_cast<const uint4*>(places.codes + (places.first_code[nb] + offset));
+      uint32_t* to = words[nb][kAhead ? tile : 0];
+      to[0] = v.x;
+      to[1] = v.y;
+      to[2] = v.z;
+      to[3] = v.w;
+    }
+  }
+  __device__ __forceinline__ void LoadStep(const RowPlaces<kBlocks>& places, int group, int tile,
+                                           int s) {
+#pragma unroll
+    for (int nb = 0; nb < kBlocks; ++nb) {
+      const auto offset = static_cast<uint32_t>(group * 128 + tile * 64 + s * 8);
+      const uint2 v =
+          *reinterpret_cast<const uint2*>(places.codes + (places.first_code[nb] + offset));
+      words[nb][0][0] = v.x;
+      words[nb][0][1] = v.y;
+    }
+  }
+  // Before the weights of the group.
+  __device__ __forceinline__ void LoadAhead(const RowPlaces<kBlocks>& places, int group) {
+    if constexpr (kAhead) {
+      LoadTile(places, group, 0);
+      LoadTile(places, group, 1);
+    }
+  }
+  // Before step s of tile `tile`.
+  __device__ __forceinline__ void LoadDue(const RowPlaces<kBlocks>& places, int group, int tile,
+                                          int s) {
+    if constexpr (!kByTile) {
+      LoadStep(places, group, tile, s);
+    } else if constexpr (!kAhead) {
+      if (s == 0) LoadTile(places, group, tile);
+    }
+  }
+  __device__ __forceinline__ void Fragment(int nb, int tile, int s, uint32_t (&b)[2]) const {
+    const uint32_t* from = words[nb][kAhead ? tile : 0] + (kByTile ? 2 * s : 0);
+    b[0] = from[0];
+    b[1] = from[1];
+  }
+};
+
+// sums[nb] += weights of one group (two k64 tiles) times rows; fp4.
+template <WeightFormat kFormat, int kBlocks>
+__device__ __forceinline__ void MultiplyFp4Group(const unsigned char* tiles,
+                                                 const RowPlaces<kBlocks>& places, int group,
+                                                 GroupRows<kBlocks>& rows,
+                                                 float (&sums)[kBlocks][4]) {
+  constexpr int kTile = kFormat == WeightFormat::kMxfp4 ? 544 : 576;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    const unsigned char* at = tiles + tile * kTile;
+    const uint4 codes = *reinterpret_cast<const uint4*>(at + 16 * lane);
+    uint2 scales;
+    if constexpr (kFormat == WeightFormat::kMxfp4) {
+      scales.x = *reinterpret_cast<const uint32_t*>(at + 512 + 4 * (lane / 4));
+      scales.y = 0;
+    } else {
+      scales = *reinterpret_cast<const uint2*>(at + 512 + 8 * (lane / 4));
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      rows.LoadDue(places, group, tile, s);
+      const uint32_t low = s == 0 ? codes.x : codes.z;
+      const uint32_t high = s == 0 ? codes.y : codes.w;
+      const uint32_t a[4] = {LowCodes(low), HighCodes(low), LowCodes(high), HighCodes(high)};
+#pragma unroll
+      for (int nb = 0; nb < kBlocks; ++nb) {
+        uint32_t b[2];
+        rows.Fragment(nb, tile, s, b);
+        float c[4];
+        if constexpr (kFormat == WeightFormat::kMxfp4) {
+          MultiplyE4m3(c, a, b);
+          for (int i = 0; i < 4; ++i) {
+            sums[nb][i] = fmaf(c[i], ScaleInWord(scales.x, s + (i >= 2 ? 2 : 0)), sums[nb][i]);
+          }
+        } else {  // A scale for every 16 inputs: half of the operand is zero each time.
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t b16[2] = {half == 0 ? b[0] : 0u, half == 0 ? 0u : b[1]};
+            MultiplyE4m3(c, a, b16);
+            for (int i = 0; i < 4; ++i) {
+              const float scale = E4m3InWord(i >= 2 ? scales.y : scales.x, 2 * s + half);
+              sums[nb][i] = fmaf(c[i], scale, sums[nb][i]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same of fp8: four k32 tiles.
+template <int kBlocks>
+__device__ __forceinline__ void MultiplyFp8Group(const unsigned char* tiles,
+                                                 const RowPlaces<kBlocks>& places, int group,
+                                                 GroupRows<kBlocks>& rows,
+                                                 float (&sums)[kBlocks][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+#pragma unroll
+  for (int tile = 0; tile < 4; ++tile) {
+    rows.LoadDue(places, group, tile / 2, tile % 2);
+    const uint4 codes = *reinterpret_cast<const uint4*>(tiles + tile * 512 + 16 * lane);
+    const uint32_t a[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int nb = 0; nb < kBlocks; ++nb) {
+      uint32_t b[2];
+      rows.Fragment(nb, tile / 2, tile % 2, b);
+      float c[4];
+      MultiplyE4m3(c, a, b);
+      for (int i = 0; i < 4; ++i) sums[nb][i] += c[i];
+    }
+  }
+}
+
+// This warp's part of a unit: totals[m][nb] of its 16 outputs and its share of the inputs.
+template <WeightFormat kFormat, ProductKind kKind, int kRingBlocks, int kBlocks>
+__device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& stream,
+                                             const Job& job, int row_tile,
+                                             const RowPlaces<kBlocks>& rows,
+                                             float (&totals)[kMatrices<kKind>][kBlocks][4]) {
+  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
+  constexpr int kStageGroups = kIsFp8 ? 1 : 2;
+  constexpr int kGroupBytes = kIsFp8                            ? 4 * 512
+                              : kFormat == WeightFormat::kMxfp4 ? 2 * 544
+                                                                : 2 * 576;
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll 1
+  for (int first = stream.first(); first < stream.last(); first += kStageGroups) {
+#pragma unroll
+    for (int m = 0; m < kMatrices<kKind>; ++m) {
+      const JobWeight& w = kKind == ProductKind::kDown ? job.w2 : m == 0 ? job.w1 : job.w3;
+      const unsigned char* stage = nullptr;
+#pragma unroll 1
+      for (int group = first; group < first + kStageGroups && group < stream.last(); ++group) {
+        GroupRows<kBlocks> codes;
+        float weight_scale = 1.0f;
+        if constexpr (kIsFp8) {
+          const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
+          weight_scale = Ue8m0Value(w.scales[at]);
+        }
+        codes.LoadAhead(rows, group);
+        if (stage == nullptr) stage = stream.Wait();
+        float sums[kBlocks][4] = {};
+        const unsigned char* tiles = stage + (group - first) * kGroupBytes;
+        if constexpr (kIsFp8) {
+          MultiplyFp8Group<kBlocks>(tiles, rows, group, codes, sums);
+        } else {
+          MultiplyFp4Group<kFormat, kBlocks>(tiles, rows, group, codes, sums);
+        }
+#pragma unroll
+        for (int nb = 0; nb < kBlocks; ++nb) {
+          const float mine = rows.scales[(rows.first_code[nb] >> 7) + static_cast<uint32_t>(group)];
+          for (int i = 0; i < 2; ++i) {
+            const float scale = __shfl_sync(kFullWarp, mine, 8 * t + 4 * i) * weight_scale;
+            totals[m][nb][i] = fmaf(sums[nb][i], scale, totals[m][nb][i]);
+            totals[m][nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[m][nb][i + 2]);
+          }
+        }
+      }
+      stream.Release();
+    }
+  }
+}
+
+// silu(min(g, limit)) * clamp(u, -limit, limit) * weight of values on the bf16 grid, on it.
+__device__ __forceinline__ float Gated(float g, float u, float limit, float weight) {
+  if (limit > 0.0f) {  // Written so that a NaN stays one.
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u;
+    u = u < -limit ? -limit : u;
+  }
+  return RoundBf16(g * Sigmoid(g) * u * weight);
+}
+
+// Where a unit lies: rows [first, first + count) of the batch, outputs from first_output on.
+struct UnitOutput {
+  int first, count;
+  int first_output;
+};
+
+// The warps' parts, added in their order, and what becomes of the sums. By the whole block.
+template <ProductKind kKind, int kBlocks>
+__device__ __forceinline__ void StoreUnit(const ProductArgs& args, const Job& job,
+                                          const UnitOutput& unit, const float* parts) {
+  constexpr int kSplit = kSplits<kKind>;
+  constexpr int kM = kMatrices<kKind>;
+  const int blocks = (unit.count + 7) / 8;
+  const int values = kRowTiles<kKind> * blocks * 128;
+#pragma unroll 1  // The ring's state lives on through here.
+  for (int v = static_cast<int>(threadIdx.x); v < values; v += kThreads) {
+    const int lane = v % kWarpLanes;
+    const int i = v / kWarpLanes % 4;
+    const int nb = v / 128 % blocks;
+    const int tile = v / 128 / blocks;
+    const int row = nb * 8 + 2 * (lane % 4) + i % 2;
+    if (row >= unit.count) continue;
+    float sum[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      sum[m] = 0.0f;
+#pragma unroll
+      for (int s = 0; s < kSplit; ++s) {
+        const int warp = tile * kSplit + s;
+        sum[m] += parts[((warp * kM + m) * kBlocks + nb) * 128 + i * kWarpLanes + lane];
+      }
+    }
+    const int64_t at = unit.first + row;
+    const int n = unit.first_output + tile * 16 + lane / 4 + (i >= 2 ? 8 : 0);
+    if constexpr (kKind == ProductKind::kGate) {
+      const float g = RoundBf16(sum[0] * job.w1.factor);
+      const float u = RoundBf16(sum[kM - 1] * job.w3.factor);
+      const float weight = args.scratch.row_weight[at];
+      args.scratch.h[at * args.outputs + n] = Bf16Bits(Gated(g, u, job.limit, weight));
+    } else {
+      args.scratch.y[at * args.outputs + n] = Bf16Bits(sum[0] * job.w2.factor);
+    }
+  }
+}
+
+template <ProductKind kKind, int kBlocks>
+__device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
+                                                        const UnitOutput& unit) {
+  constexpr bool kIsGate = kKind == ProductKind::kGate;
+  const uint8_t* codes = kIsGate ? args.scratch.x_codes : args.scratch.h_codes;
+  const float* scales = kIsGate ? args.scratch.x_scales : args.scratch.h_scales;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  RowPlaces<kBlocks> places;
+  places.codes = codes;
+  places.scales = scales;
+#pragma unroll
+  for (int nb = 0; nb < kBlocks; ++nb) {
+    const int in_unit = nb * 8 + lane / 4;
+    int row = unit.first + (in_unit < unit.count ? in_unit : unit.count - 1);
+    if (kIsGate) row = args.scratch.row_token[row];
+    places.first_code[nb] = static_cast<uint32_t>(row * args.inputs + 16 * (lane % 4));
+  }
+  return places;
+}
+
+// One unit by the whole block: multiply, add, store.
+template <ProductKind kKind, int kRingBlocks, int kBlocks>
+__device__ __forceinline__ void RunUnit(const ProductArgs& args,
+                                        WeightStream<kKind, kRingBlocks>& stream, const Job& job,
+                                        const UnitOutput& unit) {
+  float* parts = PartsOf<kRingBlocks>();
+  constexpr int kM = kMatrices<kKind>;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int row_tile = unit.first_output / 16 + warp / kSplits<kKind>;
+  const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
+  float totals[kM][kBlocks][4] = {};
+  const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
+  if (format == WeightFormat::kMxfp4) {
+    MultiplyUnit<WeightFormat::kMxfp4, kKind>(stream, job, row_tile, rows, totals);
+  } else if (format == WeightFormat::kNvfp4) {
+    MultiplyUnit<WeightFormat::kNvfp4, kKind>(stream, job, row_tile, rows, totals);
+  } else {
+    MultiplyUnit<WeightFormat::kFp8Block128, kKind>(stream, job, row_tile, rows, totals);
+  }
+  __syncthreads();  // The parts of the unit before this one have been read.
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int nb = 0; nb < kBlocks; ++nb) {
+      float* mine = parts + ((warp * kM + m) * kBlocks + nb) * 128 + lane;
+      for (int i = 0; i < 4; ++i) mine[i * kWarpLanes] = totals[m][nb][i];
+    }
+  }
+  __syncthreads();
+  StoreUnit<kKind, kBlocks>(args, job, unit, parts);
+}
+
+// Grid: a multiple of the multiprocessors. Block: kThreads. Shared memory: kProductSharedBytes.
+// Units have at most 8 kBlocks rows.
+template <ProductKind kKind, int kBlocks>
+__global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExperts(
+    const __grid_constant__ ProductArgs args) {
+  constexpr int kDepth = kStages<kBlocks>;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWarps * kDepth; ++i) BarrierInit(BarrierOf<kKind, kBlocks>(0, i), 1);
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  // The rows of the gate's product come from its predecessor, as does the list. That of the down
+  // product has been there since the gate's began, so its weights may set out early.
+  if (kKind == ProductKind::kGate) WaitForPredecessor();
+  const int row_units = args.outputs / (kRowTiles<kKind> * 16);
+  const UnitRange range = ShareOf(args, row_units);
+  WeightStream<kKind, kBlocks> stream(args, range);
+  for (int i = 0; i < kDepth; ++i) stream.Issue();
+  if (kKind == ProductKind::kDown) WaitForPredecessor();
+  LetSuccessorStart();
+
+  int job_index = range.job;
+  int row = range.row;
+  int block = range.block;
+  for (int left = range.end - range.begin; left > 0; --left) {
+    const Job& job = args.scratch.jobs[job_index];
+    const int first = block * args.block_rows;
+    const int rest = job.num_rows - first;
+    const UnitOutput at = {job.first_row + first, rest < args.block_rows ? rest : args.block_rows,
+                           row * kRowTiles<kKind> * 16};
+    constexpr int kFew = (kBlocks + 1) / 2;
+    if (kBlocks == kFew || at.count <= 8 * kFew) {
+      RunUnit<kKind, kBlocks, kFew>(args, stream, job, at);
+    } else {
+      RunUnit<kKind, kBlocks, kBlocks>(args, stream, job, at);
+    }
+    if (rest > args.block_rows) {
+      ++block;
+      continue;
+    }
+    block = 0;
+    if (++row < row_units) continue;
+    row = 0;
+    ++job_index;
+  }
+}
+
+}  // namespace isthmus::kernels::grouped
