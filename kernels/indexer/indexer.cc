@@ -37,7 +37,17 @@ constexpr Patch kMmaScores = {
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0002-mma-scores.md"};
 
-constexpr const Patch* kPatches[] = {&kMmaScores, &kRadixTopK};
+constexpr Patch kFusedSelect = {
+    .name = "indexer.fused_select",
+    .summary =
+        "The block that scores a decode row's last tile (as indexer.mma_scores) selects its "
+        "entries by radix in the same launch.",
+    .phases = kPhaseDecode,
+    .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
+    .test = "IndexerCudaTest",
+    .decision = "kernels/indexer/decisions/0003-fused-select.md"};
+
+constexpr const Patch* kPatches[] = {&kFusedSelect, &kMmaScores, &kRadixTopK};
 
 // What mma_scores is written for: queries on the fp4 grid, and tiles of keys that lie within a page
 // and begin at 16 bytes.
@@ -52,6 +62,12 @@ bool KeysFillTiles(const IndexerArgs& args) {
 }
 
 #if ISTHMUS_HAS_CUDA
+absl::Status LaunchIndexerFused(const IndexerArgs& args, const Exec& exec) {
+  if (FitsOnePass(args) && exec.counters != nullptr && args.q.rows <= kNumCounters) {
+    return RunIndexerPasses(args, exec, ScoreAndSelectByMma, nullptr);
+  }
+  return RunIndexerPasses(args, exec, ScoreByMma, SelectByRadix);
+}
 absl::Status LaunchIndexerMma(const IndexerArgs& args, const Exec& exec) {
   return RunIndexerPasses(args, exec, ScoreByMma,
                           IsActive(kRadixTopK, exec) ? SelectByRadix : SelectByBits);
@@ -60,12 +76,14 @@ absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec) {
   return RunIndexerPasses(args, exec, ScoreByThreads, SelectByRadix);
 }
 #else
+constexpr absl::Status (*LaunchIndexerFused)(const IndexerArgs&, const Exec&) = nullptr;
 constexpr absl::Status (*LaunchIndexerMma)(const IndexerArgs&, const Exec&) = nullptr;
 constexpr absl::Status (*LaunchIndexerRadix)(const IndexerArgs&, const Exec&) = nullptr;
 #endif
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr IndexerVariant kVariants[] = {
+    {&kFusedSelect, kSm90Up, KeysFillTiles, LaunchIndexerFused},
     {&kMmaScores, kSm90Up, KeysFillTiles, LaunchIndexerMma},
     {&kRadixTopK, kAnyCuda, nullptr, LaunchIndexerRadix},
     {nullptr, kAnyCuda, nullptr, LaunchIndexerCuda},

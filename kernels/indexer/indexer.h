@@ -18,7 +18,8 @@
 //            w, and the sum over heads. NaN scores sort last.
 // Workspace  Scores of the rows in work, at most 32 MiB or one row; per thread 64 keys and one row
 //            of 64-bit sort keys. On a GPU scores alone, at most 128 MiB or one row, each row as
-//            long as the batch's max_tokens allow.
+//            long as the batch's max_tokens allow;
+//            Exec::counters, where they are set.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract; topk < 1; dim above 256
 //                             on a GPU.

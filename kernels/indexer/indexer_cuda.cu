@@ -110,15 +110,13 @@ __device__ __forceinline__ Threshold FindThreshold(const float* scores, int64_t 
 
 // Writes the selection of a row in ascending order. Grid: rows of the pass. Block: kSelectThreads.
 // Shared memory: a word per warp, static.
-__global__ __launch_bounds__(kSelectThreads) void SelectEntries(
-    const IndexerPass pass,
-    int32_t* __restrict__ selected) {  // [rows of the pass, topk]
+__global__ __launch_bounds__(kSelectThreads) void SelectEntries(const IndexerPass pass) {
   __shared__ unsigned shared[kSelectThreads / kWarpLanes];
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
   if (r.sequence == nullptr) return;
   const int64_t topk = pass.topk;
   float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
-  int32_t* out = selected + int64_t{blockIdx.x} * topk;
+  int32_t* out = pass.selected + int64_t{blockIdx.x} * topk;
   if (r.visible <= topk) {
     for (int64_t k = threadIdx.x; k < topk; k += kSelectThreads) {
       out[k] = k < r.visible ? static_cast<int32_t>(k) : -1;
@@ -150,12 +148,11 @@ __global__ __launch_bounds__(kSelectThreads) void SelectEntries(
 // place is the number of entries before it. Grid: rows of the pass. Block: kSelectThreads.
 __global__ __launch_bounds__(kSelectThreads) void OrderEntries(
     const IndexerPass pass,
-    const int32_t* __restrict__ entries,  // [rows of the pass, topk], ascending
-    int32_t* __restrict__ selected) {     // [rows of the pass, topk]
+    int32_t* __restrict__ selected) {  // [rows of the pass, topk]
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
   if (r.sequence == nullptr) return;
   const float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
-  const int32_t* in = entries + int64_t{blockIdx.x} * pass.topk;
+  const int32_t* in = pass.selected + int64_t{blockIdx.x} * pass.topk;
   int32_t* out = selected + int64_t{blockIdx.x} * pass.topk;
   const int64_t count = r.visible < pass.topk ? r.visible : pass.topk;
   for (int64_t k = threadIdx.x; k < pass.topk; k += kSelectThreads) {
@@ -221,17 +218,12 @@ absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec) {
                 exec, ScoreKeys, pass);
 }
 
-absl::Status SelectByBits(const IndexerPass& pass, int32_t* selected, const Exec& exec) {
-  return Launch("SelectEntries", BlockPerRow(pass), exec, SelectEntries, pass, selected);
+absl::Status SelectByBits(const IndexerPass& pass, const Exec& exec) {
+  return Launch("SelectEntries", BlockPerRow(pass), exec, SelectEntries, pass);
 }
 
-absl::Status OrderByScores(const IndexerPass& pass, const int32_t* entries, int32_t* selected,
-                           const Exec& exec) {
-  return Launch("OrderEntries", BlockPerRow(pass), exec, OrderEntries, pass, entries, selected);
-}
-
-absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, ScoreStep score,
-                              SelectStep select) {
+absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, IndexerStep score,
+                              IndexerStep select) {
   const int64_t rows = args.q.rows;
   if (rows == 0) return absl::OkStatus();
   const DeviceBatch& batch = *args.device_batch;
@@ -263,11 +255,21 @@ absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, ScoreSt
     pass.rows = std::min(rows_per_pass, rows - first);
     pass.scores = has_dump ? args.scores + first * args.scores_stride : scratch;
     int32_t* selected = args.selected + first * args.topk;
+    pass.selected = has_dump ? entries : selected;
     if (has_scores) ISTHMUS_RETURN_IF_ERROR(score(pass, exec));
-    ISTHMUS_RETURN_IF_ERROR(select(pass, has_dump ? entries : selected, exec));
-    if (has_dump) ISTHMUS_RETURN_IF_ERROR(OrderByScores(pass, entries, selected, exec));
+    if (select != nullptr) ISTHMUS_RETURN_IF_ERROR(select(pass, exec));
+    if (has_dump) {
+      ISTHMUS_RETURN_IF_ERROR(
+          Launch("OrderEntries", BlockPerRow(pass), exec, OrderEntries, pass, selected));
+    }
   }
   return absl::OkStatus();
+}
+
+bool FitsOnePass(const IndexerArgs& args) {
+  const int64_t bound = VisibleKeys(args.device_batch->max_tokens - 1);
+  return args.scores == nullptr && NeedsScores(bound, args.topk, false) &&
+         args.q.rows * (bound + 3) <= kMaxScoreFloats;
 }
 
 absl::Status LaunchIndexerCuda(const IndexerArgs& args, const Exec& exec) {

@@ -30,26 +30,25 @@ struct IndexerPass {
   int64_t rows = 0;         // Of this pass.
   float* scores = nullptr;  // [rows, stride]; null when nobody needs them
   int64_t stride = 0;
+  int32_t* selected = nullptr;  // [rows, topk]
 };
 
-// Writes the scores that NeedsScores asks for; keys beyond a row's own stay as they are.
-using ScoreStep = absl::Status (*)(const IndexerPass& pass, const Exec& exec);
-// Writes selected[rows, topk], ascending, and in a dump -infinity beyond each row's keys.
-using SelectStep = absl::Status (*)(const IndexerPass& pass, int32_t* selected, const Exec& exec);
+// A step enqueues its part of a pass. A score step writes the scores that NeedsScores asks for;
+// keys beyond a row's own stay as they are. A select step writes `selected`, ascending, and in a
+// dump -infinity beyond each row's keys.
+using IndexerStep = absl::Status (*)(const IndexerPass& pass, const Exec& exec);
 
-// In indexer_cuda.cu, with the trusted steps.
-absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, ScoreStep score,
-                              SelectStep select);
-
-// The trusted steps.
+// In indexer_cuda.cu, with the trusted steps. `select` is null when `score` selects, too, which it
+// may where FitsOnePass.
+absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, IndexerStep score,
+                              IndexerStep select);
+bool FitsOnePass(const IndexerArgs& args);
 absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec);
-absl::Status SelectByBits(const IndexerPass& pass, int32_t* selected, const Exec& exec);
-// Reorders entries[rows, topk], which are ascending, into selected[rows, topk], larger score first.
-absl::Status OrderByScores(const IndexerPass& pass, const int32_t* entries, int32_t* selected,
-                           const Exec& exec);
+absl::Status SelectByBits(const IndexerPass& pass, const Exec& exec);
 
 // Patches.
 absl::Status ScoreByMma(const IndexerPass& pass, const Exec& exec);
-absl::Status SelectByRadix(const IndexerPass& pass, int32_t* selected, const Exec& exec);
+absl::Status SelectByRadix(const IndexerPass& pass, const Exec& exec);
+absl::Status ScoreAndSelectByMma(const IndexerPass& pass, const Exec& exec);
 
 }  // namespace isthmus::kernels

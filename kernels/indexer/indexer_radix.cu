@@ -12,22 +12,22 @@ namespace isthmus::kernels {
 namespace {
 
 constexpr int kThreads = 1024;
+constexpr int kHeldRanks = 8;
 
 // Grid: rows of the pass. Block: kThreads. Shared memory: RadixShared, static.
-__global__ __launch_bounds__(kThreads) void SelectRowByRadix(
-    const IndexerPass pass,
-    int32_t* __restrict__ selected) {  // [rows of the pass, topk]
+__global__ __launch_bounds__(kThreads) void SelectRowByRadix(const IndexerPass pass) {
   __shared__ RadixShared shared;
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
   if (r.sequence == nullptr) return;
   float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
-  int32_t* out = selected + int64_t{blockIdx.x} * pass.topk;
+  int32_t* out = pass.selected + int64_t{blockIdx.x} * pass.topk;
   if (r.visible <= pass.topk) {
     for (int64_t k = threadIdx.x; k < pass.topk; k += kThreads) {
       out[k] = k < r.visible ? static_cast<int32_t>(k) : -1;
     }
   } else {
-    RadixSelect<kThreads>(scores, r.visible, pass.topk, pass.is_reference, shared, out);
+    RadixSelect<kThreads, kHeldRanks>(scores, static_cast<int>(r.visible), pass.topk,
+                                      pass.is_reference, shared, out);
   }
   if (!pass.has_dump) return;
   for (int64_t j = r.visible + threadIdx.x; j < pass.stride; j += kThreads) {
@@ -37,10 +37,10 @@ __global__ __launch_bounds__(kThreads) void SelectRowByRadix(
 
 }  // namespace
 
-absl::Status SelectByRadix(const IndexerPass& pass, int32_t* selected, const Exec& exec) {
+absl::Status SelectByRadix(const IndexerPass& pass, const Exec& exec) {
   return Launch("SelectRowByRadix",
                 {.grid = dim3(static_cast<unsigned>(pass.rows)), .block = dim3(kThreads)}, exec,
-                SelectRowByRadix, pass, selected);
+                SelectRowByRadix, pass);
 }
 
 }  // namespace isthmus::kernels

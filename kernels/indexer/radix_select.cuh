@@ -10,7 +10,6 @@
 namespace isthmus::kernels {
 
 inline constexpr int kTopDigitBits = 12;  // So that scores of one magnitude share few counters.
-inline constexpr int kHeldRanks = 8;      // Of consecutive entries, in registers of a thread.
 
 struct RadixShared {
   unsigned counts[1 << kTopDigitBits];
@@ -39,36 +38,40 @@ __device__ __forceinline__ unsigned SumBefore(unsigned value, unsigned* warp_sum
   return sum - value + __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0u);
 }
 
-// Ranks of the entries [first, first + kHeldRanks); returns how many of them the row has. Scores
+// Ranks of the entries [first, first + kHeld); returns how many of them the row has. Scores
 // may have been written by other blocks of this launch: L1 is passed by.
-__device__ __forceinline__ int LoadRanks(const float* scores, int64_t first, int64_t visible,
-                                         uint32_t (&ranks)[kHeldRanks]) {
-  const int64_t left = visible - first;
+template <int kHeld>
+__device__ __forceinline__ int LoadRanks(const float* scores, int first, int visible,
+                                         uint32_t (&ranks)[kHeld]) {
+  const int left = visible - first;
   if (left <= 0) return 0;
   const float* from = scores + first;
-  if (left >= kHeldRanks && reinterpret_cast<uintptr_t>(from) % sizeof(float4) == 0) {
-    const float4 a = __ldcg(reinterpret_cast<const float4*>(from));
-    const float4 b = __ldcg(reinterpret_cast<const float4*>(from) + 1);
-    const float values[kHeldRanks] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  if (left >= kHeld && reinterpret_cast<uintptr_t>(from) % sizeof(float4) == 0) {
 #pragma unroll
-    for (int e = 0; e < kHeldRanks; ++e) ranks[e] = ScoreRank(values[e]);
-    return kHeldRanks;
+    for (int e = 0; e < kHeld; e += 4) {
+      const float4 four = __ldcg(reinterpret_cast<const float4*>(from + e));
+      ranks[e] = ScoreRank(four.x);
+      ranks[e + 1] = ScoreRank(four.y);
+      ranks[e + 2] = ScoreRank(four.z);
+      ranks[e + 3] = ScoreRank(four.w);
+    }
+    return kHeld;
   }
 #pragma unroll
-  for (int e = 0; e < kHeldRanks; ++e) {
+  for (int e = 0; e < kHeld; ++e) {
     if (e < left) ranks[e] = ScoreRank(__ldcg(from + e));
   }
-  return left < kHeldRanks ? static_cast<int>(left) : kHeldRanks;
+  return left < kHeld ? left : kHeld;
 }
 
 // Counts the digit of `bits` bits at `shift` of the ranks that begin with `prefix`, and leaves in
 // `shared` the digit of the wanted-th of them (1 is the first).
-template <int kThreads>
-__device__ __forceinline__ void FindDigit(const float* scores, int64_t visible,
-                                          const uint32_t (&held)[kHeldRanks], int num_held,
+template <int kThreads, int kHeld>
+__device__ __forceinline__ void FindDigit(const float* scores, int visible,
+                                          const uint32_t (&held)[kHeld], int num_held,
                                           uint32_t prefix, int shift, int bits, unsigned wanted,
                                           RadixShared& shared) {
-  constexpr int64_t kChunk = int64_t{kThreads} * kHeldRanks;
+  constexpr int kChunk = kThreads * kHeld;
   const int thread = static_cast<int>(threadIdx.x);
   const int digits = 1 << bits;
   for (int i = thread; i < digits; i += kThreads) shared.counts[i] = 0;
@@ -80,19 +83,19 @@ __device__ __forceinline__ void FindDigit(const float* scores, int64_t visible,
     }
   };
 #pragma unroll
-  for (int e = 0; e < kHeldRanks; ++e) {
+  for (int e = 0; e < kHeld; ++e) {
     if (e < num_held) count(held[e]);
   }
-  for (int64_t first = kChunk; first < visible; first += kChunk) {
-    uint32_t ranks[kHeldRanks];
-    const int n = LoadRanks(scores, first + int64_t{thread} * kHeldRanks, visible, ranks);
+  for (int first = kChunk; first < visible; first += kChunk) {
+    uint32_t ranks[kHeld];
+    const int n = LoadRanks(scores, first + thread * kHeld, visible, ranks);
 #pragma unroll
-    for (int e = 0; e < kHeldRanks; ++e) {
+    for (int e = 0; e < kHeld; ++e) {
       if (e < n) count(ranks[e]);
     }
   }
   __syncthreads();
-  const int per_thread = digits > kThreads ? digits / kThreads : 1;
+  const int per_thread = (digits + kThreads - 1) / kThreads;
   const int begin = thread * per_thread;
   unsigned sum = 0;
   for (int i = begin; i < begin + per_thread && i < digits; ++i) sum += shared.counts[i];
@@ -112,28 +115,28 @@ __device__ __forceinline__ void FindDigit(const float* scores, int64_t visible,
 
 // Writes the entries whose rank begins with less than `prefix`, and the first `wanted` of those
 // that begin with it.
-template <int kThreads>
-__device__ __forceinline__ void EmitEntries(const float* scores, int64_t visible,
-                                            const uint32_t (&held)[kHeldRanks], int num_held,
+template <int kThreads, int kHeld>
+__device__ __forceinline__ void EmitEntries(const float* scores, int visible,
+                                            const uint32_t (&held)[kHeld], int num_held,
                                             uint32_t prefix, int shift, unsigned wanted,
                                             RadixShared& shared, int32_t* out) {
-  constexpr int64_t kChunk = int64_t{kThreads} * kHeldRanks;
+  constexpr int kChunk = kThreads * kHeld;
   static_assert(kChunk < 1 << 16, "Both counts of a chunk share a word.");
   unsigned below = 0;  // Of earlier chunks.
   unsigned ties = 0;
-  for (int64_t chunk = 0; chunk < visible; chunk += kChunk) {
-    const int64_t first = chunk + int64_t{threadIdx.x} * kHeldRanks;
-    uint32_t ranks[kHeldRanks];
+  for (int chunk = 0; chunk < visible; chunk += kChunk) {
+    const int first = chunk + static_cast<int>(threadIdx.x) * kHeld;
+    uint32_t ranks[kHeld];
     int n = num_held;
     if (chunk == 0) {
 #pragma unroll
-      for (int e = 0; e < kHeldRanks; ++e) ranks[e] = held[e];
+      for (int e = 0; e < kHeld; ++e) ranks[e] = held[e];
     } else {
       n = LoadRanks(scores, first, visible, ranks);
     }
     unsigned mine = 0;
 #pragma unroll
-    for (int e = 0; e < kHeldRanks; ++e) {
+    for (int e = 0; e < kHeld; ++e) {
       if (e < n && ranks[e] >> shift < prefix) mine += 1u << 16;
       if (e < n && ranks[e] >> shift == prefix) mine += 1;
     }
@@ -142,11 +145,11 @@ __device__ __forceinline__ void EmitEntries(const float* scores, int64_t visible
     unsigned my_below = below + (before >> 16);
     unsigned my_ties = ties + (before & 0xffffu);
 #pragma unroll
-    for (int e = 0; e < kHeldRanks; ++e) {
+    for (int e = 0; e < kHeld; ++e) {
       if (e >= n || ranks[e] >> shift > prefix) continue;
       const bool is_tie = ranks[e] >> shift == prefix;
       if (!is_tie || my_ties < wanted) {
-        out[my_below + (my_ties < wanted ? my_ties : wanted)] = static_cast<int32_t>(first + e);
+        out[my_below + (my_ties < wanted ? my_ties : wanted)] = first + e;
       }
       my_ties += is_tie ? 1 : 0;
       my_below += is_tie ? 0 : 1;
@@ -157,13 +160,14 @@ __device__ __forceinline__ void EmitEntries(const float* scores, int64_t visible
   }
 }
 
-// out[topk] = the selection of scores[visible], topk < visible, by all kThreads threads of a block.
+// out[topk] = the selection of scores[visible], topk < visible, by all kThreads threads of a block,
+// each with the ranks of kHeld consecutive entries in registers.
 // In reference arithmetic scores lie on the bf16 grid: the upper half of a rank is all of it.
-template <int kThreads>
-__device__ __forceinline__ void RadixSelect(const float* scores, int64_t visible, int64_t topk,
+template <int kThreads, int kHeld>
+__device__ __forceinline__ void RadixSelect(const float* scores, int visible, int64_t topk,
                                             bool is_reference, RadixShared& shared, int32_t* out) {
-  uint32_t held[kHeldRanks];
-  const int num_held = LoadRanks(scores, int64_t{threadIdx.x} * kHeldRanks, visible, held);
+  uint32_t held[kHeld];
+  const int num_held = LoadRanks(scores, static_cast<int>(threadIdx.x) * kHeld, visible, held);
   const int last_shift = is_reference ? 16 : 0;
   auto wanted = static_cast<unsigned>(topk);
   uint32_t prefix = 0;
@@ -171,13 +175,14 @@ __device__ __forceinline__ void RadixSelect(const float* scores, int64_t visible
   while (true) {
     const int bits = shift == 32 ? kTopDigitBits : is_reference ? 4 : 10;
     shift -= bits;
-    FindDigit<kThreads>(scores, visible, held, num_held, prefix, shift, bits, wanted, shared);
+    FindDigit<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, bits, wanted,
+                               shared);
     prefix = prefix << bits | shared.digit;
     wanted -= shared.before;
     if (shift == last_shift || wanted == shared.count) break;
     __syncthreads();  // All have read the digit.
   }
-  EmitEntries<kThreads>(scores, visible, held, num_held, prefix, shift, wanted, shared, out);
+  EmitEntries<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, wanted, shared, out);
 }
 
 }  // namespace isthmus::kernels
