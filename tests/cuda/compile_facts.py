@@ -97,6 +97,14 @@ def title(row):
     return f'{source}: {name} on {arch}'
 
 
+def by_kernel(found):
+    """One ("source: kernel", "architectures") per kernel."""
+    archs = {}
+    for source, name, arch in sorted(found):
+        archs.setdefault(f'{source}: {name}', []).append(arch)
+    return [(kernel, ' and '.join(of_kernel)) for kernel, of_kernel in archs.items()]
+
+
 def limits_broken(built):
     """What no kernel may have."""
     for row, facts in built.items():
@@ -109,10 +117,10 @@ def limits_broken(built):
 
 def differences(built, recorded):
     """What calls for a new record, or for another look at the kernel."""
-    for row in sorted(recorded.keys() - built.keys()):
-        yield f'{title(row)} is recorded and was not built'
-    for row in sorted(built.keys() - recorded.keys()):
-        yield f'{title(row)} is not recorded'
+    for kernel, archs in by_kernel(recorded.keys() - built.keys()):
+        yield f'{kernel} on {archs} is recorded and was not built'
+    for kernel, archs in by_kernel(built.keys() - recorded.keys()):
+        yield f'{kernel} on {archs} is not recorded'
     for row in sorted(built.keys() & recorded.keys()):
         now, then = built[row], recorded[row]
         if now['registers'] > then['registers'] + MAX_MORE_REGISTERS:
