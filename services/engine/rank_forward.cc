@@ -37,6 +37,20 @@ std::byte* InCopy(const std::vector<CacheCopy>& caches, std::byte* address) {
 
 }  // namespace
 
+std::vector<CacheCopy> CopiesOf(kv::CachePool& whole, kv::CachePool& copy) {
+  std::vector<CacheCopy> out;
+  const auto add = [&out](const kv::Arena& from, const kv::Arena& to) {
+    ISTHMUS_CHECK(from.bytes() == to.bytes());
+    if (from.bytes() > 0) out.push_back({from.data(), from.bytes(), to.data()});
+  };
+  for (int kind = 0; kind < kernels::kNumPagedKinds; ++kind) {
+    const auto index = static_cast<kernels::CacheKindIndex>(kind);
+    add(whole.pages(index).arena(), copy.pages(index).arena());
+  }
+  add(whole.slots().arena(), copy.slots().arena());
+  return out;
+}
+
 RankForward::RankStep::RankStep(const Rank& rank, const model::ForwardBatch& whole, bool is_first)
     : batch(whole) {
   if (!rank.caches.empty()) {

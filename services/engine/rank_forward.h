@@ -16,6 +16,7 @@
 #include "services/base/clock.h"
 #include "services/base/mutex.h"
 #include "services/base/thread.h"
+#include "services/kv/sequence_cache.h"
 #include "services/model/forward.h"
 #include "services/model/shard_plan.h"
 
@@ -28,6 +29,9 @@ struct CacheCopy {
   int64_t bytes = 0;
   std::byte* copy = nullptr;
 };
+
+// The copies of one pool's pages and state slots in another of the same sizes.
+std::vector<CacheCopy> CopiesOf(kv::CachePool& whole, kv::CachePool& copy);
 
 // One rank. The owner keeps everything alive.
 struct Rank {
