@@ -65,6 +65,7 @@ stage_cuda() {
   configure build/cuda -DISTHMUS_CUDA=nvcc -DISTHMUS_CUDA_ARCHS="90a;120a" -DISTHMUS_WITH_RPC=OFF \
     -DISTHMUS_NVCC="$nvcc" -DISTHMUS_NCCL_ROOT="$nccl" || return 1
   one_case "compile kernels" compile_kernels || return 1
+  one_case "compile facts are read" tests/cuda/compile_facts_test.py || failed=1
   tests/cuda/compile_facts.py --tally "$tally" build/cuda "$nvcc" || failed=1
   targets=$(ctest_names build/cuda cuda)
   # shellcheck disable=SC2086  # One word per target.
