@@ -15,8 +15,8 @@
 
 namespace isthmus::kernels::grouped {
 
-inline constexpr int64_t kGroup = 128;  // Inputs under one scale of a quantised row.
-inline constexpr int kMaxExperts = 1024;
+inline constexpr int64_t kGroup = 128;   // Inputs under one scale of a quantised row.
+inline constexpr int kMaxExperts = 512;  // A thread each in RouteAndQuantise.
 
 // A tiled matrix.
 struct JobWeight {

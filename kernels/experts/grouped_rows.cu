@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kRouteWarps = 16;
 constexpr int kRouteThreads = kRouteWarps * kWarpLanes;
+static_assert(kMaxExperts <= kRouteThreads);
 constexpr int kQuantiseWarps = 8;
 constexpr int kCombineThreads = 128;
 constexpr int kCombineEach = 4;  // Columns of a thread.
@@ -36,12 +37,15 @@ __device__ __forceinline__ void QuantiseGroup(const float (&x)[4],
 
 struct RouteShared {
   int32_t* before;     // [kRouteWarps][experts]: rows of an expert that earlier warps found
-  int32_t* rows;       // [experts]
   int32_t* first_row;  // [experts]
-  int32_t* job;        // [experts], or -1
 };
+// What a warp's 32 experts come to.
+struct ExpertTotals {
+  int32_t rows, jobs, blocks;
+};
+
 size_t RouteSharedBytes(int64_t num_experts) {
-  return static_cast<size_t>(num_experts) * (kRouteWarps + 3) * sizeof(int32_t);
+  return static_cast<size_t>(num_experts) * (kRouteWarps + 1) * sizeof(int32_t);
 }
 
 __device__ __forceinline__ JobWeight MakeJobWeight(const WeightView& w) {
@@ -87,38 +91,62 @@ __device__ __forceinline__ int ScanInclusive(int value) {
   return value;
 }
 
-// By one warp: where the rows and blocks of every expert begin.
+__device__ __forceinline__ int LastLane(int value) {
+  return __shfl_sync(kFullWarp, value, kWarpLanes - 1);
+}
+
+// Where the rows and blocks of every expert begin, a thread an expert; writes the list. By the
+// whole block.
 __device__ __forceinline__ void PlaceExperts(const Batch& batch, const RouteShared& shared,
-                                             JobList* list) {
+                                             const Scratch& scratch) {
+  __shared__ ExpertTotals totals[kRouteWarps];
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int shared_blocks =
-      batch.has_shared ? (batch.tokens + batch.block_rows - 1) / batch.block_rows : 0;
-  int row = 0;
-  int job = batch.has_shared ? 1 : 0;
-  int block = shared_blocks;
-  for (int base = 0; base < batch.num_experts; base += kWarpLanes) {
-    const int e = base + lane;
-    const int rows = e < batch.num_experts ? shared.rows[e] : 0;
-    const int blocks = (rows + batch.block_rows - 1) / batch.block_rows;
-    const int rows_to_here = ScanInclusive(rows);
-    const int blocks_to_here = ScanInclusive(blocks);
-    const unsigned active = __ballot_sync(kFullWarp, rows > 0 ? 1 : 0);
-    if (e < batch.num_experts) {
-      const int mine = job + __popc(active & ((1u << lane) - 1));
-      shared.first_row[e] = row + rows_to_here - rows;
-      shared.job[e] = rows > 0 ? mine : -1;
-      if (rows > 0) list->first_block[mine] = block + blocks_to_here - blocks;
+  const int e = static_cast<int>(threadIdx.x);
+  int rows = 0;
+  if (e < batch.num_experts) {
+    for (int w = 0; w < kRouteWarps; ++w) {
+      const int found = shared.before[w * batch.num_experts + e];
+      shared.before[w * batch.num_experts + e] = rows;
+      rows += found;
     }
-    row += __shfl_sync(kFullWarp, rows_to_here, kWarpLanes - 1);
-    block += __shfl_sync(kFullWarp, blocks_to_here, kWarpLanes - 1);
-    job += __popc(active);
   }
-  if (lane != 0) return;
-  if (batch.has_shared) list->first_block[0] = 0;
-  list->first_block[job] = block;
+  const int blocks = (rows + batch.block_rows - 1) / batch.block_rows;
+  const unsigned active = __ballot_sync(kFullWarp, rows > 0 ? 1 : 0);
+  const int rows_to_here = ScanInclusive(rows);
+  const int blocks_to_here = ScanInclusive(blocks);
+  const ExpertTotals of_warp = {LastLane(rows_to_here), __popc(active), LastLane(blocks_to_here)};
+  if (lane == 0) totals[warp] = of_warp;
+  __syncthreads();
+  // The shared expert's job comes first, and its rows last.
+  int row = rows_to_here - rows;
+  int job = __popc(active & ((1u << lane) - 1)) + (batch.has_shared ? 1 : 0);
+  int block = blocks_to_here - blocks +
+              (batch.has_shared ? (batch.tokens + batch.block_rows - 1) / batch.block_rows : 0);
+  for (int w = 0; w < warp; ++w) {
+    row += totals[w].rows;
+    job += totals[w].jobs;
+    block += totals[w].blocks;
+  }
+  JobList* list = scratch.list;
+  if (e < batch.num_experts) {
+    shared.first_row[e] = row;
+    if (rows > 0) {
+      list->first_block[job] = block;
+      scratch.jobs[job] = MakeJob(batch.experts[e], row, rows, batch.limit);
+    }
+  }
+  if (e != kRouteThreads - 1) return;
+  if (batch.has_shared) {
+    list->first_block[0] = 0;
+    scratch.jobs[0] =
+        MakeJob(batch.shared, batch.tokens * batch.k, batch.tokens, batch.shared_limit);
+  }
+  job += rows > 0 ? 1 : 0;
+  list->first_block[job] = block + blocks;
   list->num_jobs = job;
-  list->num_blocks = block;
-  list->num_routed_rows = row;
+  list->num_blocks = block + blocks;
+  list->num_routed_rows = row + rows;
 }
 
 // A token's choices in ascending expert id.
@@ -144,9 +172,7 @@ __device__ __forceinline__ void Route(const Batch& batch, const Scratch& scratch
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int experts = batch.num_experts;
   auto* words = reinterpret_cast<int32_t*>(DynamicShared());
-  const RouteShared shared = {words, words + kRouteWarps * experts,
-                              words + (kRouteWarps + 1) * experts,
-                              words + (kRouteWarps + 2) * experts};
+  const RouteShared shared = {words, words + kRouteWarps * experts};
   for (int i = static_cast<int>(threadIdx.x); i < kRouteWarps * experts; i += kRouteThreads) {
     shared.before[i] = 0;
   }
@@ -156,17 +182,7 @@ __device__ __forceinline__ void Route(const Batch& batch, const Scratch& scratch
     if (expert >= 0 && lane == __ffs(static_cast<int>(peers)) - 1) mine[expert] += __popc(peers);
   });
   __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kRouteThreads) {
-    int rows = 0;
-    for (int w = 0; w < kRouteWarps; ++w) {
-      const int found = shared.before[w * experts + e];
-      shared.before[w * experts + e] = rows;
-      rows += found;
-    }
-    shared.rows[e] = rows;
-  }
-  __syncthreads();
-  if (warp == 0) PlaceExperts(batch, shared, scratch.list);
+  PlaceExperts(batch, shared, scratch);
   __syncthreads();
   ForChoices(batch, [&](int choice, int expert, unsigned peers) {
     const int rank = __popc(peers & ((1u << lane) - 1));
@@ -175,16 +191,8 @@ __device__ __forceinline__ void Route(const Batch& batch, const Scratch& scratch
     if (expert >= 0 && rank == 0) mine[expert] += __popc(peers);
     if (choice < batch.tokens * batch.k) WriteRow(batch, scratch, choice, expert, row);
   });
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kRouteThreads) {
-    if (shared.job[e] < 0) continue;
-    scratch.jobs[shared.job[e]] =
-        MakeJob(batch.experts[e], shared.first_row[e], shared.rows[e], batch.limit);
-  }
   if (!batch.has_shared) return;
   const int first = batch.tokens * batch.k;
-  if (threadIdx.x == 0) {
-    scratch.jobs[0] = MakeJob(batch.shared, first, batch.tokens, batch.shared_limit);
-  }
   for (int t = static_cast<int>(threadIdx.x); t < batch.tokens; t += kRouteThreads) {
     scratch.row_token[first + t] = t;
     scratch.row_weight[first + t] = 1.0f;
@@ -193,7 +201,7 @@ __device__ __forceinline__ void Route(const Batch& batch, const Scratch& scratch
 
 // Block 0 makes the list of jobs, the others quantise x. Grid: 1 + ceil(tokens * groups /
 // kRouteWarps). Block: kRouteThreads. Shared memory: RouteSharedBytes.
-__global__ __launch_bounds__(kRouteThreads) void RouteAndQuantise(
+__global__ __launch_bounds__(kRouteThreads, 1) void RouteAndQuantise(
     const __grid_constant__ Batch batch, const __grid_constant__ Scratch scratch,
     const float* __restrict__ x,  // [tokens, hidden], rows x_stride apart, aligned to 16 bytes
     int64_t x_stride) {
