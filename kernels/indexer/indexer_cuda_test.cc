@@ -84,9 +84,13 @@ std::vector<IndexerCase> Cases() {
       cases.push_back({.name = "Flash",
                        .heads = 64,
                        .topk = topk,
-                       .parts = {{33000, 1}, {100, 1}, {4095, 1}, {2047, 1}, {131070, 1}},
+                       .parts = {{9000, 1}, {100, 1}, {4095, 1}, {2047, 1}},
                        .padding_rows = 3});
     }
+    cases.push_back({.name = "FlashLong",
+                     .heads = 64,
+                     .topk = 512,
+                     .parts = {{131070, 1}, {33000, 1}, {10, 1}}});
     cases.push_back(
         {.name = "FlashPrefill", .heads = 64, .topk = 512, .parts = {{2000, 130}, {6000, 30}}});
   }
