@@ -14,6 +14,7 @@ struct Finish {
   float* pre;      // [kMaxGroup][4]
   float* logits;   // [kMaxGroup][kLogitPitch]
   float* squares;  // [2][kMixWarps]
+  float* weight;   // [hidden], of the norm, when a group is one token
   float* partial;  // [group][kMixWarps][mixes + 1]
   uint16_t* x;     // [tokens at a time][hidden], in the place of `partial`
 };
@@ -25,12 +26,14 @@ struct GateNumbers {
   float base[kMixes];
 };
 
-__device__ __forceinline__ Finish FinishIn(unsigned char* shared) {
+template <typename T>
+__device__ __forceinline__ Finish FinishIn(const Params<T>& p, unsigned char* shared) {
   auto* floats = reinterpret_cast<float*>(shared);
   float* logits = floats + kMaxGroup * M;
   float* squares = logits + kMaxGroup * kLogitPitch;
-  float* rest = floats + kGateFloats;
-  return {floats, logits, squares, rest, reinterpret_cast<uint16_t*>(rest)};
+  float* weight = floats + kGateFloats;
+  float* rest = weight + WeightFloats(p.hidden, p.group);
+  return {floats, logits, squares, weight, rest, reinterpret_cast<uint16_t*>(rest)};
 }
 
 // Each warp adds up every kMixWarps-th block's sums of every token of the group.
@@ -143,10 +146,46 @@ __device__ __forceinline__ uint4 CombineEight(const T* streams, int64_t hidden, 
 }
 
 // x of the group's tokens, normed when there is a weight: a team of warps_per_token warps a token.
+// Where the last step reads the new streams of a group, rows stride apart, and the norm's weight.
+template <typename T>
+struct FinishSources {
+  const T* streams;
+  int64_t stride;
+  const float* norm_weight;
+};
+
+// From memory; for a single token, whose latency is all that counts, from shared memory, into which
+// they travel while the block adds up: the streams into `stages`, which hold `bytes`, and which
+// nobody uses any more when the block has only this group.
+template <typename T>
+__device__ __forceinline__ FinishSources<T> SourcesOf(const Params<T>& p, int64_t first,
+                                                      unsigned char* stages, int64_t bytes,
+                                                      const Finish& finish) {
+  FinishSources<T> from = {p.out + first * p.out_stride, p.out_stride, p.norm_weight};
+  if (p.group != 1 || p.tokens > gridDim.y) return from;
+  const int64_t row_bytes = M * p.hidden * int64_t{sizeof(T)};
+  const int64_t thread_bytes = 16 * int64_t{threadIdx.x};
+  if (row_bytes <= bytes) {
+    const auto* row = reinterpret_cast<const unsigned char*>(from.streams);
+    for (int64_t at = thread_bytes; at < row_bytes; at += 16 * kThreads) {
+      CopyAsync16(stages + at, row + at);
+    }
+    from.streams = reinterpret_cast<const T*>(stages);
+  }
+  if (p.norm_weight != nullptr) {
+    const auto* weight = reinterpret_cast<const unsigned char*>(p.norm_weight);
+    for (int64_t at = thread_bytes; at < 4 * p.hidden; at += 16 * kThreads) {
+      CopyAsync16(reinterpret_cast<unsigned char*>(finish.weight) + at, weight + at);
+    }
+    from.norm_weight = finish.weight;
+  }
+  return from;
+}
+
 // kUnroll: chunks whose loads are on their way together.
 template <typename T, int kUnroll>
-__device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int count,
-                                       const Finish& finish) {
+__device__ __forceinline__ void WriteX(const Params<T>& p, const FinishSources<T>& from,
+                                       int64_t first, int count, const Finish& finish) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int teams = kMixWarps / p.warps_per_token;
   const int team = warp / p.warps_per_token;
@@ -154,7 +193,7 @@ __device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int co
   const int thread = static_cast<int>(threadIdx.x) - team * team_threads;
   uint16_t* kept = finish.x + team * p.hidden;
   for (int u = team, turn = 0; u < count; u += teams, turn ^= 1) {
-    const T* streams = p.out + (first + u) * p.out_stride;
+    const T* streams = from.streams + u * from.stride;
     T* to = p.x + (first + u) * p.x_stride;
     const float* pre = finish.pre + u * M;
     float squares = 0.0f;
@@ -183,7 +222,7 @@ __device__ __forceinline__ void WriteX(const Params<T>& p, int64_t first, int co
     for (int64_t d = 8 * thread; d < p.hidden; d += 8 * team_threads) {
       float x[8], weight[8];
       Load8(kept + d, x);
-      Load8(p.norm_weight + d, weight);
+      Load8(from.norm_weight + d, weight);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = x[i] * scale * weight[i];
       const uint4 packed = Round8(x);
@@ -205,24 +244,31 @@ __device__ __forceinline__ void PrefetchNorm(const Params<T>& p) {
 // What the last block to come to a group does. All threads; on return shared memory is free again.
 template <typename T, int kMixes, int kUnroll>
 __device__ __forceinline__ void FinishGroup(const Params<T>& p, const GateNumbers<kMixes>& numbers,
-                                            int64_t first, int count, const Finish& finish) {
+                                            const FinishSources<T>& from, int64_t first, int count,
+                                            const Finish& finish) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   AddBlocks<T, kMixes>(p, first, count, finish);
   __syncthreads();
   SplitMixesOf<T, kMixes>(p, numbers, first, count, finish);
+  CommitCopies();
+  WaitForCopies<0>();  // Of the sources.
   __syncthreads();
   if (warp < kMixWarps) {
-    WriteX<T, kUnroll>(p, first, count, finish);
+    WriteX<T, kUnroll>(p, from, first, count, finish);
   } else if constexpr (kMixes == kNumMixes) {
     Balance(p, first, count, finish);
   }
   __syncthreads();
 }
 
-// Blocks of an SM at once; where registers do not suffice for two, one.
+// Blocks of a multiprocessor at once, as far as registers go. Shared memory leaves sm_120 but one.
 template <typename T, Precision kPrecision>
 constexpr int MinBlocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return 1;
+#else
   return sizeof(T) == 4 && kPrecision == Precision::kF32 ? 1 : 2;
+#endif
 }
 
 // Grid: [hidden / kBlockColumns, rows of blocks that share the groups]. Block: kThreads. Shared
@@ -237,21 +283,15 @@ __global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGro
   constexpr int kUnroll = sizeof(T) == 2 && kPrecision != Precision::kF32 ? 2 : 1;
   unsigned char* stages = DynamicShared();
   auto* sums = reinterpret_cast<float*>(stages + kStages * kStage);
-  const Finish finish = FinishIn(stages + kStages * kStage + SumsBytes(kMixes));
+  const Finish finish = FinishIn(p, stages + kStages * kStage + SumsBytes(kMixes));
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
 
   LetSuccessorStart();
   PrefetchNorm(p);
-  RawWeights raw = {};
-  if (warp < kMixWarps) {
-    const int64_t column = int64_t{blockIdx.x} * kBlockColumns + warp / M * kWarpColumns;
-    LoadWeights<kMixes>(p.fn, M * p.hidden, warp % M * p.hidden + column, &raw);
-  }
-  if (threadIdx.x < kMixes) {  // The first barrier below stands before their use.
-    const int mix = static_cast<int>(threadIdx.x);
-    numbers.scale[mix] = p.scale[mix < M ? 0 : mix < 2 * M ? 1 : 2];
-    numbers.base[mix] = p.base[mix];
-  }
+  RawWeights raw = LoadWeights<kMixes>(p.fn, p.hidden);
+  const int mix = static_cast<int>(threadIdx.x);
+  const float scale = mix < kMixes ? p.scale[mix < M ? 0 : mix < 2 * M ? 1 : 2] : 0.0f;
+  const float base = mix < kMixes ? p.base[mix] : 0.0f;
   WaitForPredecessor();
   const int begin = static_cast<int>(blockIdx.y) * p.group;
   Place next = {begin, 0};
@@ -261,6 +301,10 @@ __global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGro
   }
   Weights<kPrecision> weights;
   SplitWeights(raw, &weights);
+  if (mix < kMixes) {  // Not before the copies are on their way; a barrier stands before its use.
+    numbers.scale[mix] = scale;
+    numbers.base[mix] = base;
+  }
   int n = 0;  // Tiles so far.
   for (int first = begin; first < p.tokens; first += static_cast<int>(gridDim.y) * p.group) {
     const int count = TokensOf(p, first);
@@ -280,7 +324,8 @@ __global__ __launch_bounds__(kThreads, (MinBlocks<T, kPrecision>())) void MixGro
     const int last = (count - 1) / kTile * kTile;
     AddWarps<T, kMixes>(p, first + last, count - last, sums + (n - 1) % 2 * kSums);
     if (TakeTurn(p.counters + first / p.group, gridDim.x, &turn) == gridDim.x - 1) {
-      FinishGroup<T, kMixes, kUnroll>(p, numbers, first, count, finish);
+      FinishGroup<T, kMixes, kUnroll>(
+          p, numbers, SourcesOf(p, first, stages, kStages * kStage, finish), first, count, finish);
     }
   }
   WaitForCopies<0>();

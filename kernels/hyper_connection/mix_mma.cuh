@@ -74,14 +74,17 @@ constexpr int StageBytes(bool has_post) {
 }
 constexpr int SumsBytes(int mixes) { return 2 * kMixWarps * kTile * (mixes + 1) * 4; }
 
-// Beside them, for a group's last block: pre, logits and the warps' sums, then partial sums or,
-// after them, x.
+// Beside them, for a group's last block: pre, logits and the warps' sums; the norm's weight, when
+// the group is one token; then partial sums or, after them, x.
 constexpr int kLogitPitch = M * M + 1;
 constexpr int kGateFloats = kMaxGroup * (M + kLogitPitch) + 2 * kMixWarps;
+__host__ __device__ inline int64_t WeightFloats(int64_t hidden, int group) {
+  return group == 1 ? hidden : 0;
+}
 inline int64_t FinishBytes(int64_t hidden, int mixes, int group, int warps_per_token) {
   const int64_t partial = int64_t{group} * kMixWarps * (mixes + 1) * 4;
   const int64_t x = kMixWarps / warps_per_token * hidden * 2;
-  return kGateFloats * 4 + (partial > x ? partial : x);
+  return (kGateFloats + WeightFloats(hidden, group)) * 4 + (partial > x ? partial : x);
 }
 
 // ---- Values.
@@ -167,19 +170,21 @@ struct RawWeights {
   float a[8], b[8], c[8];
 };
 
+// Those of the warp's columns and stream.
 template <int kMixes>
-__device__ __forceinline__ void LoadWeights(const uint8_t* fn, int64_t columns, int64_t first,
-                                            RawWeights* raw) {
+__device__ __forceinline__ RawWeights LoadWeights(const uint8_t* fn, int64_t hidden) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int64_t tile = first / 8 + lane % 4;
-  LoadRows(fn + tile * 512 + lane / 4 * 64, raw->a, raw->b);
+  RawWeights raw = {};
+  if (warp >= kMixWarps) return raw;
+  const int64_t column = int64_t{blockIdx.x} * kBlockColumns + warp / M * kWarpColumns;
+  const int64_t tile = (warp % M * hidden + column) / 8 + lane % 4;
+  LoadRows(fn + tile * 512 + lane / 4 * 64, raw.a, raw.b);
   if constexpr (kMixes > 16) {
     float none[8];
-    LoadRows(fn + (columns / 8 + tile) * 512 + lane / 4 * 64, raw->c, none);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) raw->c[i] = 0.0f;
+    LoadRows(fn + (M * hidden / 8 + tile) * 512 + lane / 4 * 64, raw.c, none);
   }
+  return raw;
 }
 
 template <Precision kPrecision>
