@@ -4,13 +4,22 @@
 #include <vector>
 
 #include "kernels/all_reduce/all_reduce.h"
+#include "kernels/attention/attention.h"
+#include "kernels/compressor/compressor.h"
+#include "kernels/experts/experts.h"
+#include "kernels/fused/post_pre/post_pre.h"
+#include "kernels/hyper_connection/hyper_connection.h"
+#include "kernels/indexer/indexer.h"
+#include "kernels/linear/linear.h"
 
 namespace isthmus::kernels {
 
 std::span<const Patch* const> AllPatches() {
   static const std::vector<const Patch*> patches = [] {
     std::vector<const Patch*> all;
-    for (const std::span<const Patch* const> some : {AllReducePatches()}) {
+    for (const std::span<const Patch* const> some :
+         {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
+          PostPrePatches(), HyperConnectionPatches(), IndexerPatches(), LinearPatches()}) {
       all.insert(all.end(), some.begin(), some.end());
     }
     return all;

@@ -195,6 +195,7 @@ void AddBenchCommand(CLI::App& app, absl::Status& status) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed");
   bench->require_subcommand(1);
   AddOfflineCommand(bench, status);
+  AddDeviceBenchCommands(bench, status);
 #ifdef ISTHMUS_WITH_RPC
   AddClusterCommand(bench, status);
 #endif

@@ -18,6 +18,7 @@ int main(int argc, char** argv) {
   isthmus::diag::AddGenerateCommand(app, status);
   isthmus::diag::AddRecallCommand(app, status);
   isthmus::diag::AddBenchCommand(app, status);
+  isthmus::diag::AddPatchesCommand(app);
   if (const std::optional<int> code = isthmus::ParseCommandLine(app, argc, argv)) return *code;
   if (status.ok()) return 0;
   std::cerr << "isthmus-diag: " << status.message() << "\n";

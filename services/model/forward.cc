@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/all_reduce/all_reduce.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/fused/post_pre/post_pre.h"
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -175,64 +176,98 @@ absl::Status ModelForward::Enqueue(const ForwardBatch& batch, const StepInputs& 
                                    const kernels::Exec& exec) const {
   const ModelConfig& config = *views_.config;
   Step step(batch, inputs, exec, config.hidden_size);
+  const bool replaces_streams = batch.tap != nullptr && batch.tap->input_streams;
+  step.Mark("embed");
   ISTHMUS_RETURN_IF_ERROR(kernels::EmbedTokens(
       {.tokens = inputs.tokens, .table = views_.embed, .streams = step.streams}, exec));
   for (int layer = 0; layer < config.num_hidden_layers; ++layer) {
-    if (batch.tap != nullptr && batch.tap->input_streams) {
-      if (const float* given = batch.tap->input_streams(layer); given != nullptr) {
-        const int64_t bytes = 4 * step.rows * step.streams.cols;
-        if (views_.on_device) {
-          ISTHMUS_RETURN_IF_ERROR(
-              kernels::CopyToDevice(step.streams.data, given, bytes, exec.stream));
-        } else {
-          std::memcpy(step.streams.data, given, static_cast<size_t>(bytes));
-        }
-      }
+    // A tap may replace the streams that a layer starts from, which is why it ends the one before.
+    if (layer == 0 || replaces_streams) {
+      if (replaces_streams) ISTHMUS_RETURN_IF_ERROR(ReplaceStreams(layer, step));
+      const LayerWeights& w = LayerAt(layer);
+      ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_attn, w.attn_norm, step));
     }
     ISTHMUS_RETURN_IF_ERROR(AttentionHalf(layer, step));
     ISTHMUS_RETURN_IF_ERROR(FfnHalf(layer, step));
+    if (layer + 1 < config.num_hidden_layers && !replaces_streams) {
+      const LayerWeights& next = LayerAt(layer + 1);
+      ISTHMUS_RETURN_IF_ERROR(MixOutIn(next.hc_attn, next.attn_norm, step));
+    } else {
+      ISTHMUS_RETURN_IF_ERROR(MixOut(step));
+    }
     step.Emit(layer, "streams", step.streams, {step.rows, Step::kStreams, config.hidden_size});
   }
   return Head(step);
 }
 
+absl::Status ModelForward::ReplaceStreams(int layer, Step& step) const {
+  const float* const given = step.batch.tap->input_streams(layer);
+  if (given == nullptr) return absl::OkStatus();
+  const int64_t bytes = 4 * step.rows * step.streams.cols;
+  if (views_.on_device) {
+    return kernels::CopyToDevice(step.streams.data, given, bytes, step.exec.stream);
+  }
+  std::memcpy(step.streams.data, given, static_cast<size_t>(bytes));
+  return absl::OkStatus();
+}
+
+kernels::HyperConnectionPreArgs ModelForward::PreArgs(const HyperConnectionWeights& hc,
+                                                      const Step& step) const {
+  const ModelConfig& config = *views_.config;
+  return {.streams = step.streams,
+          .fn = hc.fn,
+          .scale = hc.scale,
+          .base = hc.base,
+          .sinkhorn_iterations = config.hc_sinkhorn_iters,
+          .epsilon = config.rms_norm_eps,
+          .hc_epsilon = config.hc_eps,
+          .x = step.x,
+          .post = step.post,
+          .comb = step.comb,
+          .arithmetic = arithmetic_};
+}
+
+kernels::HyperConnectionPostArgs ModelForward::PostArgs(const Step& step) const {
+  return {.y = step.y,
+          .streams = step.streams,
+          .post = step.post,
+          .comb = step.comb,
+          .out = step.streams,
+          .arithmetic = arithmetic_};
+}
+
 absl::Status ModelForward::MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
                                  Step& step) const {
-  const ModelConfig& config = *views_.config;
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::HyperConnectionPre({.streams = step.streams,
-                                   .fn = hc.fn,
-                                   .scale = hc.scale,
-                                   .base = hc.base,
-                                   .sinkhorn_iterations = config.hc_sinkhorn_iters,
-                                   .epsilon = config.rms_norm_eps,
-                                   .hc_epsilon = config.hc_eps,
-                                   .x = step.x,
-                                   .post = step.post,
-                                   .comb = step.comb,
-                                   .arithmetic = arithmetic_},
-                                  step.exec));
+  step.Mark("hyper_connection.pre");
+  ISTHMUS_RETURN_IF_ERROR(kernels::HyperConnectionPre(PreArgs(hc, step), step.exec));
+  step.Mark("rms_norm.hidden");
   return kernels::RmsNorm({.x = step.x,
                            .weight = norm,
                            .out = step.x,
-                           .epsilon = config.rms_norm_eps,
+                           .epsilon = views_.config->rms_norm_eps,
                            .arithmetic = arithmetic_},
                           step.exec);
 }
 
+absl::Status ModelForward::MixOutIn(const HyperConnectionWeights& hc,
+                                    const kernels::VectorView& norm, Step& step) const {
+  step.Mark("post_pre");
+  return kernels::PostPre({.post = PostArgs(step),
+                           .pre = PreArgs(hc, step),
+                           .norm_weight = norm,
+                           .norm_epsilon = views_.config->rms_norm_eps},
+                          step.exec);
+}
+
 absl::Status ModelForward::MixOut(Step& step) const {
-  return kernels::HyperConnectionPost({.y = step.y,
-                                       .streams = step.streams,
-                                       .post = step.post,
-                                       .comb = step.comb,
-                                       .out = step.streams,
-                                       .arithmetic = arithmetic_},
-                                      step.exec);
+  step.Mark("hyper_connection.post");
+  return kernels::HyperConnectionPost(PostArgs(step), step.exec);
 }
 
 // Each rank's part was rounded when it was made, so that half the bytes travel.
 absl::Status ModelForward::SumOverRanks(Step& step) const {
   if (step.exec.communicator == nullptr) return absl::OkStatus();
+  step.Mark("all_reduce");
   const bool reference = arithmetic_ == Arithmetic::kReference;
   return kernels::AllReduce({.x = step.y,
                              .out = step.y,
@@ -246,10 +281,12 @@ absl::Status ModelForward::Head(Step& step) const {
   if (rows == 0) return absl::OkStatus();
   const ModelConfig& config = *views_.config;
   const MatrixView streams = step.Take(rows, step.streams.cols);
+  step.Mark("gather_rows");
   ISTHMUS_RETURN_IF_ERROR(kernels::GatherRows(
       {.x = step.streams, .rows = step.inputs.logit_rows.data(), .out = streams}, step.exec));
   const MatrixView x = step.Take(rows, config.hidden_size);
   const HyperConnectionWeights& hc = views_.hc_head;
+  step.Mark("hyper_connection.head");
   ISTHMUS_RETURN_IF_ERROR(kernels::HyperConnectionHead({.streams = streams,
                                                         .fn = hc.fn,
                                                         .scale = hc.scale,
@@ -259,12 +296,14 @@ absl::Status ModelForward::Head(Step& step) const {
                                                         .x = x,
                                                         .arithmetic = arithmetic_},
                                                        step.exec));
+  step.Mark("rms_norm.hidden");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = x,
                                             .weight = views_.norm,
                                             .out = x,
                                             .epsilon = config.rms_norm_eps,
                                             .arithmetic = arithmetic_},
                                            step.exec));
+  step.Mark("linear.head");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = x, .weight = views_.head, .out = step.inputs.logits}, step.exec));
   step.Emit(-1, "logits", step.inputs.logits);

@@ -4,16 +4,19 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "kernels/core/device.h"
 #include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
+#include "kernels/hyper_connection/hyper_connection.h"
 #include "services/model/model_config.h"
 #include "services/model/tap.h"
 #include "services/model/weights.h"
@@ -99,6 +102,8 @@ class ModelForward : public Forward {
     int64_t max_tokens = 0;                              // No sequence has more after the step.
     std::span<const int32_t> logit_rows;                 // -1 for padding.
     kernels::MatrixView logits;                          // [logit rows, rows of the head]
+    // Called before each operation with its name, for tools that time them; null in serving.
+    const std::function<void(absl::string_view)>* on_operation = nullptr;
   };
   // Enqueues the pass (on the CPU: runs it). `batch` is read for its tap alone.
   absl::Status Enqueue(const ForwardBatch& batch, const StepInputs& inputs,
@@ -111,10 +116,16 @@ class ModelForward : public Forward {
   absl::Status PrepareDevice();
   absl::Status RunOnHost(const ForwardBatch& batch, const kernels::Exec& exec) const;
   absl::Status Validate(const ForwardBatch& batch) const;
-  // Around each half layer: the streams to its normed input, and its output back into the streams.
+  // Around the half layers: the streams to the first one's normed input; a half layer's output
+  // back into the streams, and on to the next one's input; the last one's output back.
   absl::Status MixIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
                      Step& step) const;
+  absl::Status MixOutIn(const HyperConnectionWeights& hc, const kernels::VectorView& norm,
+                        Step& step) const;
   absl::Status MixOut(Step& step) const;
+  kernels::HyperConnectionPreArgs PreArgs(const HyperConnectionWeights& hc, const Step& step) const;
+  kernels::HyperConnectionPostArgs PostArgs(const Step& step) const;
+  absl::Status ReplaceStreams(int layer, Step& step) const;
   // A half layer's output, which every rank has a part of.
   absl::Status SumOverRanks(Step& step) const;
   absl::Status AttentionHalf(int layer, Step& step) const;

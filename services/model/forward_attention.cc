@@ -42,7 +42,6 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
-  ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_attn, w.attn_norm, step));
   step.Emit(layer, "hc_attn_post", step.post);
   step.Emit(layer, "hc_attn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
   step.Emit(layer, "attn_in", step.x);
@@ -51,6 +50,7 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   MatrixView quantised_x = step.x;
   if (arithmetic_ == Arithmetic::kReference && kernels::QuantisesInput(w.wq_a.format)) {
     quantised_x = step.Take(step.rows, config.hidden_size);
+    step.Mark("quantise.hidden");
     ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
   }
   ISTHMUS_RETURN_IF_ERROR(Queries(layer, quantised_x, step));
@@ -60,7 +60,7 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   if (w.ratio == 4) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
   ISTHMUS_RETURN_IF_ERROR(Attend(layer, step));
   step.Emit(layer, "attn_out", step.y);
-  return MixOut(step);
+  return MixOutIn(w.hc_ffn, w.ffn_norm, step);
 }
 
 // Specification 3.1 and 3.2: q [rows, heads * head_dim], its latent, and kv [rows, head_dim].
@@ -74,9 +74,11 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   const std::span<const float> frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
 
   step.query_latent = step.Take(step.rows, config.q_lora_rank);
+  step.Mark("linear.wq_a");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
       {.x = quantised_x, .weight = w.wq_a, .out = step.query_latent, .round_output = reference},
       step.exec));
+  step.Mark("rms_norm.q");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
                                             .weight = w.q_norm,
                                             .out = step.query_latent,
@@ -86,17 +88,21 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   step.Emit(layer, "qr", step.query_latent);
   // From here on only wq_b and the indexer's wq_b read the latent: quantise it once for both.
   if (reference && kernels::QuantisesInput(w.wq_b.format)) {
+    step.Mark("quantise.latent");
     ISTHMUS_RETURN_IF_ERROR(
         kernels::QuantiseActivation(step.query_latent, step.query_latent, step.exec));
   }
   step.q = step.Take(step.rows, heads * head_dim);
+  step.Mark("linear.wq_b");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
       {.x = step.query_latent, .weight = w.wq_b, .out = step.q, .round_output = reference},
       step.exec));
   const MatrixView per_head = kernels::F32Matrix(step.q.f32(0), step.rows * heads, head_dim);
+  step.Mark("rms_norm.heads");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm(
       {.x = per_head, .weight = {}, .out = per_head, .epsilon = epsilon, .arithmetic = arithmetic_},
       step.exec));
+  step.Mark("rope.q");
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.q,
                                          .head_dim = head_dim,
                                          .positions = step.inputs.positions,
@@ -106,14 +112,17 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   step.Emit(layer, "q", step.q, {step.rows, heads, head_dim});
 
   step.kv = step.Take(step.rows, head_dim);
+  step.Mark("linear.wkv");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
       {.x = quantised_x, .weight = w.wkv, .out = step.kv, .round_output = reference}, step.exec));
+  step.Mark("rms_norm.kv");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.kv,
                                             .weight = w.kv_norm,
                                             .out = step.kv,
                                             .epsilon = epsilon,
                                             .arithmetic = arithmetic_},
                                            step.exec));
+  step.Mark("rope.kv");
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.kv,
                                          .head_dim = head_dim,
                                          .positions = step.inputs.positions,
@@ -121,6 +130,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
                                          .arithmetic = arithmetic_},
                                         step.exec));
   if (reference) {
+    step.Mark("round_trip_kv");
     ISTHMUS_RETURN_IF_ERROR(
         kernels::RoundTripKv({.x = step.kv, .rope_dim = config.qk_rope_head_dim}, step.exec));
   }
@@ -139,10 +149,12 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
   const int64_t width = (w.ratio == 4 ? 2 : 1) * int64_t{config.head_dim};
   const MatrixView u = step.Take(step.rows, width);
   const MatrixView g = step.Take(step.rows, width);
+  step.Mark("linear.compressor");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wkv, .out = u}, step.exec));
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wgate, .out = g}, step.exec));
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView entries = step.has_tap() ? step.Take(added, config.head_dim) : MatrixView{};
+  step.Mark("compressor");
   ISTHMUS_RETURN_IF_ERROR(kernels::Compressor({.u = u,
                                                .g = g,
                                                .ape = Ape(c),
@@ -175,21 +187,26 @@ absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const Matr
   const bool reference = arithmetic_ == Arithmetic::kReference;
   const int64_t heads = config.index_n_heads;
   const int64_t dim = config.index_head_dim;
+  step.Mark("linear.index_wq_b");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
       {.x = step.query_latent, .weight = indexer.wq_b, .out = q, .round_output = reference},
       step.exec));
+  step.Mark("rope.index_q");
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
                                          .head_dim = dim,
                                          .positions = step.inputs.positions,
                                          .frequency = compressed_frequency_,
                                          .arithmetic = arithmetic_},
                                         step.exec));
+  step.Mark("index_query");
   ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(q, heads, dim, arithmetic_, step.exec));
   step.Emit(layer, "index_q", q, {step.rows, heads, dim});
+  step.Mark("linear.index_weights");
   ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
       {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
       step.exec));
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
+  step.Mark("scale_rows");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::ScaleRows({.x = weights, .scale = scale, .arithmetic = arithmetic_}, step.exec));
   step.Emit(layer, "index_weights", weights);
@@ -206,6 +223,7 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   const int64_t dim = config.index_head_dim;
   const MatrixView u = step.Take(step.rows, 2 * dim);
   const MatrixView g = step.Take(step.rows, 2 * dim);
+  step.Mark("linear.index_compressor");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = step.x, .weight = indexer.compressor.wkv, .out = u}, step.exec));
   ISTHMUS_RETURN_IF_ERROR(
@@ -213,6 +231,7 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView keys = step.has_tap() ? step.Take(added, dim) : MatrixView{};
   const kernels::EntryPlane key_plane = layout_.Plane(kernels::kIndexKey, layer);
+  step.Mark("compressor.index");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Compressor({.u = u,
                            .g = g,
@@ -245,6 +264,7 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   step.max_selected = std::min<int64_t>(config.index_topk, max_entries);
   step.selected = step.scope.Take<int32_t>(step.rows * step.max_selected);
   const MatrixView scores = step.has_tap() ? step.Take(step.rows, max_entries) : MatrixView{};
+  step.Mark("indexer");
   ISTHMUS_RETURN_IF_ERROR(kernels::Indexer({.q = q,
                                             .w = weights,
                                             .num_heads = heads,
@@ -294,7 +314,9 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
       .selected = step.selected,
       .max_selected = step.max_selected,
       .arithmetic = arithmetic_};
+  step.Mark("attention");
   ISTHMUS_RETURN_IF_ERROR(kernels::Attention(args, step.exec));
+  step.Mark("rope.inverse");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Rope({.x = step.q,
                      .head_dim = head_dim,
@@ -308,6 +330,7 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
   const auto groups = static_cast<int64_t>(w.wo_a.size());
   const int64_t group_inputs = heads * head_dim / groups;
   const MatrixView z = step.Take(step.rows, groups * config.o_lora_rank);
+  step.Mark("linear.wo_a");
   for (int64_t group = 0; group < groups; ++group) {
     // wo_a reads unquantised bf16, although it is stored in fp8 (specification 2.7).
     ISTHMUS_RETURN_IF_ERROR(
@@ -318,6 +341,7 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
                         step.exec));
   }
   step.Emit(layer, "attn_z", z);
+  step.Mark("linear.wo_b");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = z,
                        .weight = w.wo_b,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FFN half of a layer (model specification 2.2, 5): mix in, norm, gate, experts, mix out.
+// The FFN half of a layer (model specification 2.2, 5): gate and experts.
 #include "kernels/experts/experts.h"
 #include "kernels/gate/gate.h"
 #include "kernels/linear/linear.h"
@@ -14,7 +14,6 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
-  ISTHMUS_RETURN_IF_ERROR(MixIn(w.hc_ffn, w.ffn_norm, step));
   step.Emit(layer, "hc_ffn_post", step.post);
   step.Emit(layer, "hc_ffn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
   step.Emit(layer, "ffn_in", step.x);
@@ -23,8 +22,10 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   const MatrixView scores = step.Take(step.rows, config.n_routed_experts);
   const MatrixView weights = step.Take(step.rows, k);
   auto* ids = step.scope.Take<int32_t>(step.rows * k);
+  step.Mark("linear.gate");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = step.x, .weight = w.gate, .out = scores}, step.exec));
+  step.Mark("gate");
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Gate({.logits = scores,
                      .scores = scores,
@@ -42,6 +43,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
 
   const MatrixView routed =
       step.has_tap() ? step.Take(step.rows, config.hidden_size) : MatrixView{};
+  step.Mark("experts");
   ISTHMUS_RETURN_IF_ERROR(kernels::Experts({.x = step.x,
                                             .ids = ids,
                                             .weights = weights.f32(0),
@@ -58,7 +60,7 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   ISTHMUS_RETURN_IF_ERROR(SumOverRanks(step));
   if (step.has_tap()) step.Emit(layer, "routed_out", routed);
   step.Emit(layer, "ffn_out", step.y);
-  return MixOut(step);
+  return absl::OkStatus();
 }
 
 }  // namespace isthmus::model

@@ -49,6 +49,10 @@ struct ModelForward::Step {
     batch.tap->on_tensor({layer, name, m.dtype, std::move(shape), copy.data()});
   }
 
+  void Mark(absl::string_view operation) const {
+    if (inputs.on_operation != nullptr) (*inputs.on_operation)(operation);
+  }
+
   bool has_tap() const { return batch.tap != nullptr && batch.tap->on_tensor != nullptr; }
 
   // Compressed entries that the longest sequence of the batch has after this step, at most.

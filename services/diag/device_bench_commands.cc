@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The subcommands of isthmus-diag bench that run on a GPU, and the list of patches.
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/time.h"
+#include "kernels/patches.h"
+#include "services/base/clock.h"
+#include "services/base/status_macros.h"
+#include "services/base/version.h"
+#include "services/diag/commands.h"
+#include "services/diag/step_bench.h"
+
+namespace isthmus::diag {
+namespace {
+
+using nlohmann::ordered_json;
+
+// "name=on" or "name=off", each.
+absl::Status ParseSwitches(const std::vector<std::string>& words,
+                           std::map<std::string, bool>* switches) {
+  for (const std::string& word : words) {
+    const std::pair<std::string, std::string> parts = absl::StrSplit(word, absl::MaxSplits('=', 1));
+    if (parts.second != "on" && parts.second != "off") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("patches: \"", word, "\" is not <name>=on or <name>=off"));
+    }
+    if (parts.first == "all") {
+      for (const Patch* patch : kernels::AllPatches()) {
+        (*switches)[std::string(patch->name)] = parts.second == "on";
+      }
+    } else {
+      (*switches)[parts.first] = parts.second == "on";
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WriteRecord(ordered_json record, const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
+  record["version"] = std::string(SemanticVersion());
+  record["date"] = absl::FormatTime(absl::RFC3339_sec, RealClock().Now(), absl::UTCTimeZone());
+  std::ofstream file(path);
+  file << record.dump(1) << "\n";
+  file.flush();
+  return file ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
+}
+
+absl::Status RunStep(StepBenchFlags flags, const std::vector<std::string>& switches,
+                     const std::string& json) {
+  ISTHMUS_RETURN_IF_ERROR(ParseSwitches(switches, &flags.patches));
+  ISTHMUS_ASSIGN_OR_RETURN(const ordered_json record, RunStepBench(flags));
+  return WriteRecord(record, json);
+}
+
+void AddStepCommand(CLI::App* bench, absl::Status& status) {
+  auto flags = std::make_shared<StepBenchFlags>();
+  auto json = std::make_shared<std::string>();
+  auto switches = std::make_shared<std::vector<std::string>>();
+  CLI::App* command =
+      bench->add_subcommand("step", "One decode step with random weights of real sizes, on a GPU");
+  command->add_option("--shape", flags->shape, "v4-flash or miniature")->capture_default_str();
+  command->add_option("--layers", flags->layers, "1 to 43")->capture_default_str();
+  command->add_option("--tp", flags->tp, "Ranks; one rank's share runs, without communication")
+      ->capture_default_str();
+  command->add_option("--batch", flags->batch, "Sequences")->capture_default_str();
+  command->add_option("--context", flags->context, "Tokens that each has cached")
+      ->capture_default_str();
+  command->add_option("--arithmetic", flags->arithmetic, "math or reference")
+      ->capture_default_str();
+  command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
+  command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
+  command->add_option("--replays", flags->replays, "Timed replays, from 3")->capture_default_str();
+  command->add_option("--seconds", flags->seconds, "For the replays of one set of patches, at most")
+      ->capture_default_str();
+  command->add_flag("--batch-invariant", flags->batch_invariant, "Fixed splits and tiles");
+  command->add_flag("--operations,!--no-operations", flags->has_operations,
+                    "Time each operation as well");
+  command->add_flag("--ladder", flags->is_ladder,
+                    "From all patches off to all on, one by one; those given as off stay off");
+  command->add_option("--patches", *switches, "name=on, name=off, or all=on, all=off; repeatable")
+      ->delimiter(',');
+  command->add_option("--json", *json, "File for the record");
+  command->callback(
+      [flags, json, switches, &status] { status = RunStep(*flags, *switches, *json); });
+}
+
+}  // namespace
+
+void AddDeviceBenchCommands(CLI::App* bench, absl::Status& status) {
+  AddStepCommand(bench, status);
+}
+
+void AddPatchesCommand(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("patches", "List the patches of this build");
+  command->callback([] {
+    for (const Patch* patch : kernels::AllPatches()) {
+      std::cout << patch->name << (patch->default_on ? " (on)\n  " : " (off)\n  ") << patch->summary
+                << "\n  " << patch->decision << "\n";
+    }
+  });
+}
+
+}  // namespace isthmus::diag
