@@ -107,7 +107,7 @@ class IndexerBatch {
     const int64_t all = rows_ + case_.padding_rows;
     const DeviceCopy<float> device_q(q);
     const DeviceCopy<float> device_w(w);
-    const DeviceSequences sequences(layout_, views_, case_.padding_rows);
+    const DeviceSequences sequences = Upload();
     DeviceBatch batch = sequences.batch();
     batch.max_tokens = std::max(batch.max_tokens, max_tokens);
     const int64_t stride = std::max(scores_stride(), VisibleKeys(batch.max_tokens));
@@ -142,20 +142,6 @@ class IndexerBatch {
     return out;
   }
 
-  std::vector<float> q;  // [rows + padding, q_stride()]
-  std::vector<float> w;  // [rows + padding, w_stride()]
-
- private:
-  static KvLayout Layout(const IndexerCase& c) {
-    KvGeometry geometry;
-    geometry.compress_ratios = {kIndexRatio};
-    geometry.head_dim = 128;
-    geometry.index_head_dim = c.dim;
-    geometry.arithmetic = c.arithmetic;
-    geometry.index_key_format = c.format;
-    return *KvLayout::Create(geometry);
-  }
-
   IndexerArgs Args(int64_t rows, float* q_data, float* w_data, int32_t* selected) const {
     IndexerArgs args;
     args.q = {q_data, DType::kF32, rows, case_.heads * case_.dim, q_stride()};
@@ -168,6 +154,22 @@ class IndexerBatch {
     args.scores_stride = scores_stride();
     args.arithmetic = case_.arithmetic;
     return args;
+  }
+  // The sequences in device memory, as they are now.
+  DeviceSequences Upload() const { return DeviceSequences(layout_, views_, case_.padding_rows); }
+
+  std::vector<float> q;  // [rows + padding, q_stride()]
+  std::vector<float> w;  // [rows + padding, w_stride()]
+
+ private:
+  static KvLayout Layout(const IndexerCase& c) {
+    KvGeometry geometry;
+    geometry.compress_ratios = {kIndexRatio};
+    geometry.head_dim = 128;
+    geometry.index_head_dim = c.dim;
+    geometry.arithmetic = c.arithmetic;
+    geometry.index_key_format = c.format;
+    return *KvLayout::Create(geometry);
   }
 
   IndexerCase case_;

@@ -258,6 +258,61 @@ TEST_P(IndexerCudaTest, DoesNotDependOnTheBatch) {
   }
 }
 
+// One captured graph serves batches of other lengths, whose arrays take the place of the first's.
+TEST_P(IndexerCudaTest, ReplaysAGraphForOtherLengths) {
+  ISTHMUS_REQUIRE_DEVICE();
+  IndexerCase c = {.name = "Short", .heads = 6, .topk = 24, .parts = {{50, 1}, {3, 1}, {200, 1}}};
+  IndexerBatch first(c, 3);
+  c.parts = {{1999, 1}, {90, 1}, {1300, 1}};
+  IndexerBatch second(c, 4);
+  c.parts = {{7, 1}, {1022, 1}};
+  c.padding_rows = 1;
+  IndexerBatch third(c, 5);
+  if (!Able(c, first)) GTEST_SKIP() << "not its shape";
+  DeviceCopy<float> q(first.q);
+  DeviceCopy<float> w(first.w);
+  const DeviceCopy<DeviceSequence> sequences(3);
+  const DeviceCopy<int32_t> row_sequence(3);
+  const DeviceCopy<int32_t> row_position(3);
+  const DeviceCopy<int32_t> selected(3 * c.topk);
+  const DeviceBatch batch = {.sequences = sequences.data(),
+                             .row_sequence = row_sequence.data(),
+                             .row_position = row_position.data(),
+                             .rows = 3,
+                             .num_sequences = 3,
+                             .max_tokens = 4096};
+  IndexerArgs args = first.Args(3, q.data(), w.data(), selected.data());
+  args.device_batch = &batch;
+  const auto load = [&](const IndexerBatch& b, const DeviceBatch& from) {
+    q.Set(b.q);
+    w.Set(b.w);
+    const auto copy = [&](void* to, const void* source, size_t bytes) {
+      ASSERT_TRUE(CopyOnDevice(to, source, static_cast<int64_t>(bytes), device_.stream()).ok());
+    };
+    copy(sequences.data(), from.sequences, 3 * sizeof(DeviceSequence));
+    copy(row_sequence.data(), from.row_sequence, 3 * sizeof(int32_t));
+    copy(row_position.data(), from.row_position, 3 * sizeof(int32_t));
+  };
+  const auto uploaded = first.Upload();
+  load(first, uploaded.batch());
+  ASSERT_TRUE(GetParam().launch(args, device_.exec()).ok());  // The workspace grows.
+  ASSERT_TRUE(DeviceGraph::BeginCapture(device_.stream()).ok());
+  EXPECT_TRUE(GetParam().launch(args, device_.exec()).ok());
+  const auto graph = DeviceGraph::EndCapture(device_.stream());
+  ASSERT_TRUE(graph.ok()) << graph.status();
+  for (IndexerBatch* b : {&second, &third, &first}) {
+    const auto now = b->Upload();
+    load(*b, now.batch());
+    ASSERT_TRUE(graph->Replay(device_.stream()).ok());
+    device_.Finish();
+    const IndexerOutput got = {.scores = {}, .selected = selected.ToHost()};
+    const IndexerOutput want = b->RunOnHost(Indexer, false);
+    for (int64_t t = 0; t < b->rows(); ++t) {
+      EXPECT_EQ(SetOf(got, t, c.topk), SetOf(want, t, c.topk)) << t;
+    }
+  }
+}
+
 #if ISTHMUS_EMULATED
 TEST_P(IndexerCudaTest, DoesNotDependOnTheOrderOfThreads) {
   const IndexerCase c = {.name = "Order",
