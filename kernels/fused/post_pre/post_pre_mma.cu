@@ -45,8 +45,8 @@ mix::Params<T> PostPreParams(const PostPreArgs& args) {
 template <mix::Precision kPrecision>
 absl::Status LaunchIn(const PostPreArgs& args, const Exec& exec) {
   if (args.pre.x.dtype == DType::kBf16) {
-    return mix::LaunchMixGroups<uint16_t, kPrecision, kNumMixes, true>(PostPreParams<uint16_t>(args),
-                                                                      exec);
+    return mix::LaunchMixGroups<uint16_t, kPrecision, kNumMixes, true>(
+        PostPreParams<uint16_t>(args), exec);
   }
   return mix::LaunchMixGroups<float, kPrecision, kNumMixes, true>(PostPreParams<float>(args), exec);
 }
