@@ -126,6 +126,21 @@ __device__ __forceinline__ void LetSuccessorStart() {
 #endif
 }
 
+// Moves registers between groups of four warps of a block: those that multiply raise their number,
+// the others have lowered theirs. By all warps of such a group; multiples of 8.
+template <int kRegisters>
+__device__ __forceinline__ void RaiseRegisters() {
+#if !ISTHMUS_EMULATED && (defined(ISTHMUS_HAS_SM90A) || defined(ISTHMUS_HAS_SM120A))
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void LowerRegisters() {
+#if !ISTHMUS_EMULATED && (defined(ISTHMUS_HAS_SM90A) || defined(ISTHMUS_HAS_SM120A))
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
 // A load that sees everything its value's writer released before, over the whole device.
 __device__ __forceinline__ unsigned LoadAcquire(const unsigned* p) {
 #if ISTHMUS_EMULATED
@@ -183,6 +198,17 @@ __device__ __forceinline__ unsigned TakeTurn(unsigned* counter, unsigned blocks,
   const unsigned turn = *shared_turn;
   if (turn == blocks - 1) __threadfence();
   return turn;
+}
+
+// The lane, read anew: what is computed from it is not kept in registers over a loop.
+__device__ __forceinline__ int FreshLane() {
+#if ISTHMUS_EMULATED
+  return emulator::LaneIndex();
+#else
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane & (kWarpLanes - 1);
+#endif
 }
 
 // Folds within a warp, lanes in a fixed tree (16, 8, 4, 2, 1): all lanes hold the result.

@@ -45,7 +45,7 @@ bool FitsTensorCores(const LinearArgs& args) {
     return false;
   if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;
   if (w.format == WeightFormat::kBf16) return !args.quantise_input;
-  return w.format == WeightFormat::kFp8Block128 && (args.quantise_input || args.input_is_quantised);
+  return w.format == WeightFormat::kFp8Block128;
 }
 
 // Fastest first within an architecture; each architecture ends in its trusted path.

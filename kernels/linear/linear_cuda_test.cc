@@ -112,6 +112,8 @@ TEST_P(LinearCudaTest, StaysWithinItsBoundOnAnyNumberOfMultiprocessors) {
            .cols = 300,
            .quantise = true},
           device);
+    Check({.format = WeightFormat::kFp8Block128, .tokens = 6, .rows = 150, .cols = 900}, device);
+    Check({.format = WeightFormat::kFp8Block128, .tokens = 66, .rows = 100, .cols = 520}, device);
     Check({.format = WeightFormat::kBf16, .tokens = 66, .rows = 100, .cols = 300}, device);
     Check(
         {.format = WeightFormat::kBf16, .tokens = 5, .rows = 260, .cols = 500, .is_rounded = false},
@@ -124,12 +126,17 @@ TEST_P(LinearCudaTest, DoesNotDependOnTheOrderOfThreads) {
 #if ISTHMUS_EMULATED
   TestDevice device;
   device.exec().num_sms = 3;
-  for (const WeightFormat format : {WeightFormat::kFp8Block128, WeightFormat::kBf16}) {
-    const HostCase c({.format = format,
-                      .tokens = 12,
-                      .rows = 280,
-                      .cols = 640,
-                      .quantise = format == WeightFormat::kFp8Block128});
+  for (const ShapeCase& shape : {
+           ShapeCase{.format = WeightFormat::kFp8Block128,
+          .tokens = 12,
+          .rows = 280,
+          .cols = 640,
+          .quantise = true},
+           ShapeCase{.format = WeightFormat::kBf16, .tokens = 3, .rows = 280, .cols = 640},
+           ShapeCase{.format = WeightFormat::kFp8Block128, .tokens = 66, .rows = 40, .cols = 500},
+           ShapeCase{.format = WeightFormat::kBf16, .tokens = 66, .rows = 40, .cols = 300},
+       }) {
+    const HostCase c(shape);
     const std::vector<float> forward = RunHere(c, device, false);
     const emulator::ReverseOrder reverse;
     EXPECT_TRUE(SameBits(RunHere(c, device, false), forward));

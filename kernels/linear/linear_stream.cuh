@@ -13,6 +13,7 @@
 
 #include "kernels/core/async_copy.cuh"
 #include "kernels/core/mma.cuh"
+#include "kernels/core/pairs.cuh"
 #include "kernels/core/weight_tiles.h"
 #include "kernels/linear/linear.h"
 #include "kernels/linear/packed_tokens.cuh"
@@ -131,39 +132,104 @@ __device__ void FetchWeights(const StreamArgs& args, const Place& place, unsigne
   }
 }
 
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __device__ const uint8_t* TokensOf(const StreamArgs& args, const Place& place) {
   const int64_t block =
       int64_t{args.tasks[place.task].input} * args.token_blocks + place.token_block;
-  return args.units + (block * args.row_units + place.unit) * UnitBytes(kFormat, kTiles);
+  return args.units + (block * args.row_units + place.unit) * UnitBytes(kProduct, kTiles);
 }
-// Whether the low parts of a bf16 unit matter.
-template <WeightFormat kFormat, int kTiles>
+// Whether the low parts of a unit matter.
+template <Product kProduct, int kTiles>
 __device__ bool HasLow(const StreamArgs& args, const Place& place) {
-  if constexpr (kFormat == WeightFormat::kFp8Block128) return false;
-  const uint8_t* tokens = TokensOf<kFormat, kTiles>(args, place);
-  return __ldcg(reinterpret_cast<const unsigned*>(tokens + UnitWordBytes(kTiles))) != 0;
+  if constexpr (!HasLowParts(kProduct)) return false;
+  const uint8_t* tokens = TokensOf<kProduct, kTiles>(args, place);
+  return __ldcg(reinterpret_cast<const unsigned*>(tokens + UnitFlagByte(kProduct, kTiles))) != 0;
 }
 
 // Of the weights of row tile `row_tile` of a unit, as stored; 1 in a tile that does not exist.
-template <WeightFormat kFormat>
+template <Product kProduct>
 __device__ uint8_t ScaleCodeAt(const StreamArgs& args, const Place& place, int row_tile) {
   const LinearTask& task = args.tasks[place.task];
   const int n = (place.block * kUnitRowTiles + row_tile) * static_cast<int>(kPanelRows);
-  if (kFormat != WeightFormat::kFp8Block128 || n >= task.rows) return 127;
+  if (!HasScales(kProduct) || n >= task.rows) return 127;
   return __ldg(task.scales + int64_t{(task.first_row + n) / 128} * args.scale_columns + place.unit);
 }
 
-// One fragment's products of a step.
-template <WeightFormat kFormat>
-__device__ __forceinline__ void MultiplyStep(float (&c)[4], const uint4& tile, uint32_t b0,
-                                             uint32_t b1) {
-  const uint32_t a[4] = {tile.x, tile.y, tile.z, tile.w};
-  const uint32_t b[2] = {b0, b1};
-  if constexpr (kFormat == WeightFormat::kFp8Block128) {
-    MmaE4m3(c, a, b);
+// A row of tiles' weights of a step as A operands; two of m16n8k16 for one of m16n8k32 of fp8.
+template <Product kProduct>
+struct WeightFragment {
+  static constexpr int kParts = kProduct == Product::kE4m3ByF16 ? 2 : 1;
+  uint32_t a[kParts][4];
+
+  // `tile` is the lane's 16 bytes.
+  __device__ __forceinline__ void Load(const unsigned char* tile) {
+    const uint4 words = *reinterpret_cast<const uint4*>(tile);
+    if constexpr (kProduct == Product::kE4m3ByF16) {
+      const uint32_t stored[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const uint32_t low = stored[2 * part];       // Row g.
+        const uint32_t high = stored[2 * part + 1];  // Row g + 8.
+        a[part][0] = F16PairOfE4m3(low & 0xffffu);
+        a[part][1] = F16PairOfE4m3(high & 0xffffu);
+        a[part][2] = F16PairOfE4m3(low >> 16);
+        a[part][3] = F16PairOfE4m3(high >> 16);
+      }
+    } else {
+      a[0][0] = words.x;
+      a[0][1] = words.y;
+      a[0][2] = words.z;
+      a[0][3] = words.w;
+    }
+  }
+};
+
+// The B operands of a step for kCount neighbouring tiles of tokens, of a unit of kTiles.
+template <Product kProduct, int kTiles, int kCount>
+struct TokenFragment {
+  static constexpr int kParts = WeightFragment<kProduct>::kParts;
+  uint32_t b[kCount][kParts][2];
+
+  // `words` are the unit's.
+  __device__ __forceinline__ void Load(const unsigned char* words, int step, int tile, int lane) {
+    if constexpr (kProduct == Product::kE4m3ByF16) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int place = WordInUnit(kProduct, kTiles, step, tile + i, lane, 0);
+        const uint4 v = *reinterpret_cast<const uint4*>(words + place * 4);
+        b[i][0][0] = v.x;
+        b[i][0][1] = v.y;
+        b[i][1][0] = v.z;
+        b[i][1][1] = v.w;
+      }
+    } else if constexpr (kTiles == 1) {
+      const int place = WordInUnit(kProduct, 1, step, 0, lane, 0);
+      const uint2 v = *reinterpret_cast<const uint2*>(words + place * 4);
+      b[0][0][0] = v.x;
+      b[0][0][1] = v.y;
+    } else {
+      static_assert(kCount == 2);
+      const int place = WordInUnit(kProduct, kTiles, step, tile, lane, 0);
+      const uint4 v = *reinterpret_cast<const uint4*>(words + place * 4);
+      b[0][0][0] = v.x;
+      b[0][0][1] = v.y;
+      b[1][0][0] = v.z;
+      b[1][0][1] = v.w;
+    }
+  }
+};
+
+template <Product kProduct>
+__device__ __forceinline__ void MultiplyStep(
+    float (&c)[4], const WeightFragment<kProduct>& weight,
+    const uint32_t (&b)[WeightFragment<kProduct>::kParts][2]) {
+  if constexpr (kProduct == Product::kE4m3) {
+    MmaE4m3(c, weight.a[0], b[0]);
+  } else if constexpr (kProduct == Product::kBf16) {
+    MmaBf16(c, weight.a[0], b[0]);
   } else {
-    MmaBf16(c, a, b);
+    MmaF16(c, weight.a[0], b[0]);
+    MmaF16(c, weight.a[1], b[1]);
   }
 }
 
@@ -243,9 +309,11 @@ struct StreamPlan {
   PackArgs pack;
   int inputs = 0;
 };
+// What the linears' weights and inputs ask for.
+Product ProductOf(const LinearArgs& args);
 // Everything but the memory: all linears have the shape and format of the first, and rows.
 StreamPlan PlanStream(std::span<const LinearArgs> linears, int token_tiles, const Exec& exec);
 // Packs the tokens of all inputs.
-absl::Status LaunchPack(const StreamPlan& plan, WeightFormat format, const Exec& exec);
+absl::Status LaunchPack(const StreamPlan& plan, Product product, const Exec& exec);
 
 }  // namespace isthmus::kernels

@@ -18,28 +18,28 @@ namespace {
 static_assert(kMaxTasks == kMaxLinearsTogether);
 static_assert(kUnitRowTiles == kLinearWarps);
 
-template <WeightFormat kFormat, int kTiles>
-constexpr int kStageBytes = kUnitWeightBytes + (UnitBytes(kFormat, kTiles) + 127) / 128 * 128;
+template <Product kProduct, int kTiles>
+constexpr int kStageBytes = kUnitWeightBytes + (UnitBytes(kProduct, kTiles) + 127) / 128 * 128;
 // What is left of the shared memory holds barriers.
-template <WeightFormat kFormat, int kTiles>
-constexpr int kStages = static_cast<int>((kMaxSharedBytes - 1024) / kStageBytes<kFormat, kTiles>);
+template <Product kProduct, int kTiles>
+constexpr int kStages = static_cast<int>((kMaxSharedBytes - 1024) / kStageBytes<kProduct, kTiles>);
 
 // By one lane.
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __device__ void FetchTokens(const StreamArgs& args, const Place& place, bool has_low,
                             unsigned char* stage, Mbarrier* full) {
-  constexpr unsigned kHead = UnitHeadBytes(kFormat, kTiles);
-  constexpr unsigned kLow = UnitBytes(kFormat, kTiles) - kHead;
-  const uint8_t* tokens = TokensOf<kFormat, kTiles>(args, place);
+  constexpr unsigned kHead = UnitHeadBytes(kProduct, kTiles);
+  constexpr unsigned kLow = UnitBytes(kProduct, kTiles) - kHead;
+  const uint8_t* tokens = TokensOf<kProduct, kTiles>(args, place);
   BarrierArriveExpect(full, kHead + (has_low ? kLow : 0));
   BulkCopy(stage + kUnitWeightBytes, tokens, kHead, full);
   if (has_low) BulkCopy(stage + kUnitWeightBytes + kHead, tokens + kHead, kLow, full);
 }
 
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __device__ void Produce(const StreamArgs& args, const Ring& ring, int begin, int count, int lane) {
-  constexpr int kDepth = kStages<kFormat, kTiles>;
-  constexpr int kBytes = kStageBytes<kFormat, kTiles>;
+  constexpr int kDepth = kStages<kProduct, kTiles>;
+  constexpr int kBytes = kStageBytes<kProduct, kTiles>;
   Place place = PlaceOf(args, begin);
   for (int i = 0; i < min(count, kDepth); ++i) {
     FetchWeights<true>(args, place, ring.stages + i * kBytes, ring.full + i, lane);
@@ -47,22 +47,22 @@ __device__ void Produce(const StreamArgs& args, const Ring& ring, int begin, int
   }
   WaitForPredecessor();
   place = PlaceOf(args, begin);
-  bool has_low = HasLow<kFormat, kTiles>(args, place);
+  bool has_low = HasLow<kProduct, kTiles>(args, place);
   for (int i = 0; i < count; ++i) {
     const int stage = i % kDepth;
     Place next = place;
     bool next_has_low = false;
     if (i + 1 < count) {  // Asked for early: the answer takes as long as a unit.
       Advance(args, &next);
-      next_has_low = HasLow<kFormat, kTiles>(args, next);
+      next_has_low = HasLow<kProduct, kTiles>(args, next);
     }
     if (i >= kDepth) {
       BarrierWait(ring.empty + stage, static_cast<unsigned>(i / kDepth - 1) % 2);
       FetchWeights<true>(args, place, ring.stages + stage * kBytes, ring.full + stage, lane);
     }
     if (lane == 0) {
-      FetchTokens<kFormat, kTiles>(args, place, has_low, ring.stages + stage * kBytes,
-                                   ring.full + stage);
+      FetchTokens<kProduct, kTiles>(args, place, has_low, ring.stages + stage * kBytes,
+                                    ring.full + stage);
     }
     __syncwarp();
     place = next;
@@ -72,71 +72,66 @@ __device__ void Produce(const StreamArgs& args, const Ring& ring, int begin, int
 }
 
 // acc += the products of one unit's steps with the words at `words`.
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __device__ __forceinline__ void MultiplyUnit(const unsigned char* weights,
                                              const unsigned char* words, int steps, int lane,
                                              float (&acc)[kTiles][4]) {
+  constexpr int kCount = kTiles == 1 ? 1 : 2;
 #pragma unroll
   for (int step = 0; step < kUnitSteps; ++step) {
     if (step >= steps) break;
-    const uint4 tile = *reinterpret_cast<const uint4*>(weights + step * kTileCodeBytes + lane * 16);
-    if constexpr (kTiles == 1) {
-      const uint2 b = *reinterpret_cast<const uint2*>(words + (step * kWarpLanes + lane) * 8);
-      MultiplyStep<kFormat>(acc[0], tile, b.x, b.y);
-    } else {
+    WeightFragment<kProduct> weight;
+    weight.Load(weights + step * kTileCodeBytes + lane * 16);
 #pragma unroll
-      for (int pair = 0; pair < kTiles / 2; ++pair) {
-        const int place = (step * (kTiles / 2) + pair) * kWarpLanes + lane;
-        const uint4 b = *reinterpret_cast<const uint4*>(words + place * 16);
-        MultiplyStep<kFormat>(acc[2 * pair], tile, b.x, b.y);
-        MultiplyStep<kFormat>(acc[2 * pair + 1], tile, b.z, b.w);
-      }
+    for (int tile = 0; tile < kTiles; tile += kCount) {
+      TokenFragment<kProduct, kTiles, kCount> tokens;
+      tokens.Load(words, step, tile, lane);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) MultiplyStep(acc[tile + i], weight, tokens.b[i]);
     }
   }
 }
 
-// total += the unit's products: fp8 sums of a group with both of its scales.
-template <WeightFormat kFormat, int kTiles>
+// total += the unit's products, a group's sums with both of its scales.
+template <Product kProduct, int kTiles>
 __device__ __forceinline__ void AddUnit(const unsigned char* stage, int warp, int lane, int steps,
                                         float weight_scale, float (&total)[kTiles][4]) {
   const unsigned char* weights = stage + warp * kTileUnitBytes;
   const unsigned char* words = stage + kUnitWeightBytes;
   float acc[kTiles][4] = {};
-  MultiplyUnit<kFormat, kTiles>(weights, words, steps, lane, acc);
-  const unsigned char* tail = words + UnitWordBytes(kTiles);
-  if constexpr (kFormat == WeightFormat::kFp8Block128) {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const float2 scale = *reinterpret_cast<const float2*>(tail + (8 * j + lane % 4 * 2) * 4);
-      const float even = scale.x * weight_scale;  // Powers of two: exact.
-      const float odd = scale.y * weight_scale;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        total[j][c] = fmaf(acc[j][c], c % 2 == 0 ? even : odd, total[j][c]);
-      }
+  MultiplyUnit<kProduct, kTiles>(weights, words, steps, lane, acc);
+  if constexpr (HasLowParts(kProduct)) {
+    if (*reinterpret_cast<const unsigned*>(words + UnitFlagByte(kProduct, kTiles)) != 0) {
+      MultiplyUnit<kProduct, kTiles>(weights, words + UnitHeadBytes(kProduct, kTiles), steps, lane,
+                                     acc);
     }
-  } else {
-    if (*reinterpret_cast<const unsigned*>(tail) != 0) {
-      MultiplyUnit<kFormat, kTiles>(weights, tail + 16, steps, lane, acc);
+  }
+  const unsigned char* scales = words + UnitWordBytes(kProduct, kTiles);
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    float2 scale = make_float2(1.0f, 1.0f);
+    if constexpr (HasScales(kProduct)) {
+      scale = *reinterpret_cast<const float2*>(scales + (8 * j + lane % 4 * 2) * 4);
     }
+    const float even = scale.x * weight_scale;  // Powers of two: exact.
+    const float odd = scale.y * weight_scale;
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) total[j][c] += acc[j][c];
+    for (int c = 0; c < 4; ++c) {
+      total[j][c] = fmaf(acc[j][c], c % 2 == 0 ? even : odd, total[j][c]);
     }
   }
 }
 
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __device__ void Consume(const StreamArgs& args, const Ring& ring, int begin, int count, int warp,
                         int lane) {
-  constexpr int kDepth = kStages<kFormat, kTiles>;
+  constexpr int kDepth = kStages<kProduct, kTiles>;
   float total[kTiles][4] = {};
   Place place = PlaceOf(args, begin);
   unsigned codes = 0;  // Lane i has the scale of the i-th of the next 32 units.
   for (int i = 0; i < count; ++i) {
     if (i % kWarpLanes == 0 && i + lane < count) {
-      codes = ScaleCodeAt<kFormat>(args, PlaceOf(args, begin + i + lane), warp);
+      codes = ScaleCodeAt<kProduct>(args, PlaceOf(args, begin + i + lane), warp);
     }
     if (i == 0) WaitForPredecessor();
     const unsigned code = __shfl_sync(kFullWarp, codes, i % kWarpLanes);
@@ -145,8 +140,9 @@ __device__ void Consume(const StreamArgs& args, const Ring& ring, int begin, int
     const int row_tile = place.block * kUnitRowTiles + warp;
     BarrierWait(ring.full + stage, static_cast<unsigned>(i / kDepth) % 2);
     if (row_tile < task.row_tiles) {
-      AddUnit<kFormat, kTiles>(ring.stages + stage * kStageBytes<kFormat, kTiles>, warp, lane,
-                               StepsOf(args, place), Ue8m0Value(static_cast<uint8_t>(code)), total);
+      AddUnit<kProduct, kTiles>(ring.stages + stage * kStageBytes<kProduct, kTiles>, warp, lane,
+                                StepsOf(args, place), Ue8m0Value(static_cast<uint8_t>(code)),
+                                total);
     }
     __syncwarp();
     if (lane == 0) BarrierArrive(ring.empty + stage);
@@ -170,49 +166,49 @@ __device__ void Consume(const StreamArgs& args, const Ring& ring, int begin, int
 
 // Grid: at most one block a multiprocessor, and a unit for each. Block: kLinearThreads. Shared
 // memory: kStages stages. One block of tokens, at most 8 kTiles.
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 __global__ __launch_bounds__(kLinearThreads,
                              1) void LinearStreamK(const __grid_constant__ StreamArgs args) {
-  __shared__ Mbarrier full[kStages<kFormat, kTiles>];
-  __shared__ Mbarrier empty[kStages<kFormat, kTiles>];
+  __shared__ Mbarrier full[kStages<kProduct, kTiles>];
+  __shared__ Mbarrier empty[kStages<kProduct, kTiles>];
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const Ring ring = MakeRing(full, empty);
   const int begin = ShareBegin(args, blockIdx.x);
   const int count = ShareBegin(args, int64_t{blockIdx.x} + 1) - begin;
   if (warp == kLinearWarps) {
-    Produce<kFormat, kTiles>(args, ring, begin, count, lane);
+    Produce<kProduct, kTiles>(args, ring, begin, count, lane);
   } else {
-    Consume<kFormat, kTiles>(args, ring, begin, count, warp, lane);
+    Consume<kProduct, kTiles>(args, ring, begin, count, warp, lane);
   }
 }
 
 // ---- Launching
 
-template <WeightFormat kFormat, int kTiles>
+template <Product kProduct, int kTiles>
 absl::Status LaunchStream(const StreamArgs& args, unsigned blocks, const Exec& exec) {
-  static_assert(kStages<kFormat, kTiles> >= 3);
+  static_assert(kStages<kProduct, kTiles> >= 2);
   constexpr size_t kBytes =
-      static_cast<size_t>(kStages<kFormat, kTiles>) * kStageBytes<kFormat, kTiles>;
+      static_cast<size_t>(kStages<kProduct, kTiles>) * kStageBytes<kProduct, kTiles>;
   return Launch("LinearStreamK",
                 {.grid = dim3(blocks),
                  .block = dim3(kLinearThreads),
                  .shared_bytes = kBytes,
                  .overlaps_predecessor = true},
-                exec, LinearStreamK<kFormat, kTiles>, args);
+                exec, LinearStreamK<kProduct, kTiles>, args);
 }
 
-template <WeightFormat kFormat>
+template <Product kProduct>
 absl::Status LaunchTiles(const StreamPlan& plan, unsigned blocks, const Exec& exec) {
   switch (plan.pack.tiles) {
     case 1:
-      return LaunchStream<kFormat, 1>(plan.stream, blocks, exec);
+      return LaunchStream<kProduct, 1>(plan.stream, blocks, exec);
     case 2:
-      return LaunchStream<kFormat, 2>(plan.stream, blocks, exec);
+      return LaunchStream<kProduct, 2>(plan.stream, blocks, exec);
     case 4:
-      return LaunchStream<kFormat, 4>(plan.stream, blocks, exec);
+      return LaunchStream<kProduct, 4>(plan.stream, blocks, exec);
     default:
-      return LaunchStream<kFormat, 8>(plan.stream, blocks, exec);
+      return LaunchStream<kProduct, 8>(plan.stream, blocks, exec);
   }
 }
 
@@ -220,7 +216,7 @@ absl::Status LaunchTiles(const StreamPlan& plan, unsigned blocks, const Exec& ex
 
 absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec) {
   const int64_t tokens = linears[0].x.rows;
-  const WeightFormat format = linears[0].weight.format;
+  const Product product = ProductOf(linears[0]);
   if (tokens == 0) return absl::OkStatus();
   if (exec.counters == nullptr || exec.workspace == nullptr) {
     return absl::FailedPreconditionError("linear: a GPU needs exec.counters and exec.workspace");
@@ -230,15 +226,19 @@ absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const E
   const int blocks = std::min(exec.num_sms, plan.stream.num_units);
   Workspace::Scope scope(exec.workspace);
   plan.pack.units =
-      scope.Take<uint8_t>(int64_t{plan.inputs} * plan.stream.row_units * UnitBytes(format, tiles));
+      scope.Take<uint8_t>(int64_t{plan.inputs} * plan.stream.row_units * UnitBytes(product, tiles));
   plan.stream.units = plan.pack.units;
   plan.stream.partials =
       scope.Take<float>(int64_t{blocks} * 2 * kLinearWarps * tiles * 4 * kWarpLanes);
-  ISTHMUS_RETURN_IF_ERROR(LaunchPack(plan, format, exec));
-  if (format == WeightFormat::kBf16) {
-    return LaunchTiles<WeightFormat::kBf16>(plan, static_cast<unsigned>(blocks), exec);
+  ISTHMUS_RETURN_IF_ERROR(LaunchPack(plan, product, exec));
+  switch (product) {
+    case Product::kE4m3:
+      return LaunchTiles<Product::kE4m3>(plan, static_cast<unsigned>(blocks), exec);
+    case Product::kE4m3ByF16:
+      return LaunchTiles<Product::kE4m3ByF16>(plan, static_cast<unsigned>(blocks), exec);
+    default:
+      return LaunchTiles<Product::kBf16>(plan, static_cast<unsigned>(blocks), exec);
   }
-  return LaunchTiles<WeightFormat::kFp8Block128>(plan, static_cast<unsigned>(blocks), exec);
 }
 
 absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec) {
