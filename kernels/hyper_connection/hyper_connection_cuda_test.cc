@@ -45,7 +45,7 @@ const Form kForms[] = {
     {"Strided", 19, 64, 8},
     {"Bf16", 5, 256, 8, DType::kBf16},
     {"Real", 1, 4096, 0, DType::kBf16},
-    {"RealMany", 300, 4096, 64, DType::kF32, Arithmetic::kMath, WeightLayout::kMmaTiles, true},
+    {"RealMany", 100, 4096, 64, DType::kF32, Arithmetic::kMath, WeightLayout::kMmaTiles, true},
 };
 
 std::vector<float> OnBf16Grid(std::vector<float> values) {

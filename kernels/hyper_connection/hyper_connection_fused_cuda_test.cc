@@ -46,7 +46,7 @@ const Form kForms[] = {
     {"FortyOne", 41, 64, DType::kF32, 4},
     {"Many", 600, 64, DType::kBf16},
     {"Real", 1, 4096, DType::kBf16},
-    {"RealMany", 700, 4096, DType::kBf16, 64, true},
+    {"RealMany", 270, 4096, DType::kBf16, 64, true},
 };
 
 std::vector<float> Nothing(int64_t count) {

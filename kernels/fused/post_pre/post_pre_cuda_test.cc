@@ -57,8 +57,8 @@ const Form kForms[] = {
     {"ManyF32", 517, 64},
     {"Real", 1, 4096, DType::kBf16},
     {"RealBatch", 64, 4096, DType::kBf16, 0, true, true, true},
-    {"RealPrefill", 1025, 4096, DType::kBf16, 0, true, true, true},
-    {"RealF32", 200, 4096, DType::kF32, 0, true, true, true},
+    {"RealPrefill", 521, 4096, DType::kBf16, 0, true, true, true},
+    {"RealF32", 70, 4096, DType::kF32, 0, true, true, true},
 };
 
 struct Outputs {
