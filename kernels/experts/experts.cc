@@ -21,10 +21,21 @@ constexpr Patch kGroupedW4A8 = {
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/2e-3},
     .test = "ExpertsCudaTest",
     .decision = "kernels/experts/decisions/0001-grouped-w4a8.md"};
-constexpr const Patch* kPatches[] = {&kGroupedW4A8};
+constexpr Patch kGroupedMxf8f6f4 = {
+    .name = "experts.grouped_mxf8f6f4",
+    .summary =
+        "experts.grouped_w4a8 with the block-scaled tensor cores of sm_120a, which take fp4 codes "
+        "and scales as they are stored, so that less work stands around each product.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/2e-3},
+    .test = "ExpertsCudaTest",
+    .decision = "kernels/experts/decisions/0001-grouped-w4a8.md"};
+constexpr const Patch* kPatches[] = {&kGroupedW4A8, &kGroupedMxf8f6f4};
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr ExpertsVariant kVariants[] = {
+    {&kGroupedMxf8f6f4, kSm120Only, SupportsGroupedW4A8, LaunchExpertsGroupedMxf8f6f4},
     {&kGroupedW4A8, kSm90Up, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8},
     {nullptr, kAnyCuda, nullptr, LaunchExpertsCuda},
     {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels

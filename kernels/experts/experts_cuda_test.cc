@@ -142,6 +142,18 @@ Expected RunHost(ExpertsCase& c, Arithmetic arithmetic,
   return e;
 }
 
+// The emulator calls itself what the variant needs; a GPU is what it is.
+class EmulatedArch {
+ public:
+  explicit EmulatedArch(int arch) { SetEmulatedArch(arch); }
+  ~EmulatedArch() { SetEmulatedArch(kArchSm90); }
+  EmulatedArch(const EmulatedArch&) = delete;
+  EmulatedArch& operator=(const EmulatedArch&) = delete;
+};
+int ArchFor(const ExpertsVariant& variant) {
+  return variant.arches.begin == kArchSm120 ? kArchSm120 : kArchSm90;
+}
+
 class ExpertsCudaTest : public ::testing::TestWithParam<ExpertsVariant> {
  protected:
   // One case on the device: bound or bits, guards, padding, and the same bits again.
@@ -184,6 +196,7 @@ class ExpertsCudaTest : public ::testing::TestWithParam<ExpertsVariant> {
     const std::vector<float> naive = NaiveExperts(c.Args(arithmetic, unused.data(), nullptr));
     EXPECT_TRUE(WithinBound(out, naive, exact.out, variant.patch->bound));
   }
+  const EmulatedArch arch_{ArchFor(GetParam())};
   TestDevice device_;
 };
 

@@ -7,6 +7,7 @@
 // (a share of half the model's expert, 1024 of 2048 wide: 6.7 MB). See grouped_products.cuh.
 #include <algorithm>
 
+#include "kernels/core/weight_tiles.h"
 #include "kernels/core/workspace.h"
 #include "kernels/experts/experts_variants.h"
 #include "kernels/experts/grouped_products.cuh"
@@ -20,10 +21,6 @@ using grouped::ProductKind;
 using grouped::Scratch;
 
 constexpr int64_t kTokensAtOnce = 2048;  // Bounds the workspace of a long prefill.
-
-static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 1> <= kMaxSharedBytes);
-static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 2> <= kMaxSharedBytes);
-static_assert(grouped::kProductSharedBytes<ProductKind::kGate, 4> <= kMaxSharedBytes);
 
 bool CanMultiply(const WeightView& w) {
   if (w.layout != WeightLayout::kMmaTiles) return false;
@@ -63,38 +60,9 @@ Scratch TakeScratch(const Batch& batch, Workspace::Scope& scope) {
   return scratch;
 }
 
-// Blocks of eight rows that a unit may have. No expert has more rows than there are tokens, and few
-// have more than a quarter of 64.
-int BlocksFor(int64_t tokens) { return tokens <= 8 ? 1 : tokens <= 128 ? 2 : 4; }
-
-template <ProductKind kKind, int kBlocks>
-absl::Status LaunchProduct(const grouped::ProductArgs& args, const Exec& exec) {
-  // One block of threads fits into the shared memory of a multiprocessor of sm_120.
-  const int per_sm = exec.arch >= kArchSm120 ? 1 : grouped::kBlocksPerSm<kBlocks>;
-  return Launch("MultiplyExperts",
-                {.grid = dim3(static_cast<unsigned>(std::max(exec.num_sms, 1) * per_sm)),
-                 .block = dim3(grouped::kThreads),
-                 .shared_bytes = grouped::kProductSharedBytes<kKind, kBlocks>,
-                 .overlaps_predecessor = true},
-                exec, grouped::MultiplyExperts<kKind, kBlocks>, args);
-}
-
-template <ProductKind kKind>
-absl::Status LaunchProduct(const Batch& batch, const Scratch& scratch, int shared_cost,
-                           const Exec& exec) {
-  constexpr bool kIsGate = kKind == ProductKind::kGate;
-  const grouped::ProductArgs args = {scratch, kIsGate ? batch.hidden : batch.intermediate,
-                                     kIsGate ? batch.intermediate : batch.hidden, batch.block_rows,
-                                     shared_cost};
-  switch (BlocksFor(batch.tokens)) {
-    case 1:
-      return LaunchProduct<kKind, 1>(args, exec);
-    case 2:
-      return LaunchProduct<kKind, 2>(args, exec);
-    default:
-      return LaunchProduct<kKind, 4>(args, exec);
-  }
-}
+// Rows of a unit. No expert has more rows than there are tokens, and few have more than a quarter
+// of 64.
+int32_t BlockRows(int64_t tokens) { return tokens <= 8 ? 8 : tokens <= 128 ? 16 : 32; }
 
 // A unit of the shared expert costs twice one of a routed one where its weights are twice as wide.
 int SharedCost(const ExpertsArgs& args) {
@@ -103,8 +71,30 @@ int SharedCost(const ExpertsArgs& args) {
   return IsFp4(routed->w1.format) && !IsFp4(args.shared->w1.format) ? 2 : 1;
 }
 
+template <ProductKind kKind>
+grouped::ProductArgs MakeProduct(const ExpertsArgs& args, const Batch& batch,
+                                 const Scratch& scratch) {
+  constexpr bool kIsGate = kKind == ProductKind::kGate;
+  grouped::ProductArgs product = {.scratch = scratch,
+                                  .inputs = kIsGate ? batch.hidden : batch.intermediate,
+                                  .outputs = kIsGate ? batch.intermediate : batch.hidden,
+                                  .block_rows = batch.block_rows,
+                                  .shared_cost = SharedCost(args),
+                                  .shared_tiles = {},
+                                  .shared_bytes = {}};
+  if (kIsGate && args.shared != nullptr) {
+    const WeightView* views[3] = {&args.shared->w1, &args.shared->w3, &args.shared->w2};
+    for (int i = 0; i < 3; ++i) {
+      product.shared_tiles[i] = static_cast<const uint8_t*>(views[i]->elements);
+      product.shared_bytes[i] = TiledBytes(*views[i]);
+    }
+  }
+  return product;
+}
+
 // The tokens [first, first + count) of the batch.
-absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, const Exec& exec) {
+absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, const Exec& exec,
+                       grouped::ProductLaunch gate, grouped::ProductLaunch down) {
   Workspace::Scope scope(exec.workspace);
   const ExpertWeights& any = args.shared != nullptr ? *args.shared : *FirstLoaded(args);
   const Batch batch = {.ids = args.ids + first * args.k,
@@ -116,17 +106,16 @@ absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, co
                        .num_experts = static_cast<int32_t>(args.experts.size()),
                        .hidden = static_cast<int32_t>(args.x.cols),
                        .intermediate = static_cast<int32_t>(any.w1.rows),
-                       .block_rows = static_cast<int32_t>(8 * BlocksFor(count)),
+                       .block_rows = BlockRows(count),
                        .limit = args.limit,
                        .shared_limit = args.shared_limit,
                        .has_shared = args.shared != nullptr};
   const Scratch scratch = TakeScratch(batch, scope);
   const MatrixView x = args.x.Rows(first, count);
-  const int shared_cost = SharedCost(args);
   ISTHMUS_RETURN_IF_ERROR(grouped::LaunchRoute(batch, scratch, x.f32(0), x.row_stride, exec));
-  ISTHMUS_RETURN_IF_ERROR(LaunchProduct<ProductKind::kGate>(batch, scratch, shared_cost, exec));
+  ISTHMUS_RETURN_IF_ERROR(gate(MakeProduct<ProductKind::kGate>(args, batch, scratch), exec));
   ISTHMUS_RETURN_IF_ERROR(grouped::LaunchQuantiseHidden(batch, scratch, exec));
-  ISTHMUS_RETURN_IF_ERROR(LaunchProduct<ProductKind::kDown>(batch, scratch, shared_cost, exec));
+  ISTHMUS_RETURN_IF_ERROR(down(MakeProduct<ProductKind::kDown>(args, batch, scratch), exec));
   float* routed = args.routed.data != nullptr ? args.routed.f32(first) : nullptr;
   return grouped::LaunchCombine(batch, scratch, routed, args.routed.row_stride, args.out.f32(first),
                                 args.out.row_stride, exec);
@@ -147,12 +136,19 @@ bool SupportsGroupedW4A8(const ExpertsArgs& args) {
   return reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && args.x.row_stride % 4 == 0;
 }
 
-absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec) {
+absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, ProductLaunch gate,
+                                 ProductLaunch down) {
   for (int64_t first = 0; first < args.x.rows; first += kTokensAtOnce) {
     const int64_t count = std::min(kTokensAtOnce, args.x.rows - first);
-    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec));
+    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec, gate, down));
   }
   return absl::OkStatus();
+}
+
+absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec) {
+  using grouped::MmaKind;
+  return grouped::RunGrouped(args, exec, grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kGate>,
+                             grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kDown>);
 }
 
 }  // namespace isthmus::kernels

@@ -75,6 +75,25 @@ struct Batch {
   bool has_shared;
 };
 
+enum class ProductKind : uint8_t { kGate, kDown };
+
+struct ProductArgs {
+  Scratch scratch;
+  int32_t inputs;       // K
+  int32_t outputs;      // N
+  int32_t block_rows;   // 8, 16 or 32.
+  int32_t shared_cost;  // Of a unit of the shared expert, in units of the others.
+  // The tiles of the shared expert: kGate fetches them ahead.
+  const uint8_t* shared_tiles[3];
+  int64_t shared_bytes[3];
+};
+// One of the two products: h from x_codes, y from h_codes.
+using ProductLaunch = absl::Status (*)(const ProductArgs& args, const Exec& exec);
+
+// All of a variant but its products.
+absl::Status RunGrouped(const ExpertsArgs& args, const Exec& exec, ProductLaunch gate,
+                        ProductLaunch down);
+
 // The list of jobs, the places of rows, and x quantised. x: [tokens, hidden], rows x_stride apart,
 // aligned to 16 bytes. (grouped_rows.cu, as the next two.)
 absl::Status LaunchRoute(const Batch& batch, const Scratch& scratch, const float* x,

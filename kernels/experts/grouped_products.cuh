@@ -15,6 +15,7 @@
 #include "kernels/core/formats.h"
 #include "kernels/core/math.h"
 #include "kernels/core/mma.cuh"
+#include "kernels/core/sm120/block_scaled_mma.cuh"
 #include "kernels/experts/grouped_stream.cuh"
 
 namespace isthmus::kernels::grouped {
@@ -43,6 +44,10 @@ struct RowPlaces {
   const uint8_t* codes;          // [rows, inputs]
   const float* scales;           // [rows, inputs / kGroup]
   uint32_t first_code[kBlocks];  // The row's first code, and 16 t: 1 / 128 of it is the scale's.
+
+  __device__ __forceinline__ float Scale(int nb, int group) const {
+    return scales[(first_code[nb] >> 7) + static_cast<uint32_t>(group)];
+  }
 };
 
 // One group of the rows as B fragments. A single block is loaded ahead of the weights; of more,
@@ -174,8 +179,70 @@ __device__ __forceinline__ void MultiplyFp8Group(const unsigned char* tiles,
   }
 }
 
+// totals[nb] += sums[nb] times the scales of the rows and of the group's weights.
+template <int kBlocks>
+__device__ __forceinline__ void AddScaled(const float (&sums)[kBlocks][4],
+                                          const RowPlaces<kBlocks>& rows, int group,
+                                          float weight_scale, float (&totals)[kBlocks][4]) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int nb = 0; nb < kBlocks; ++nb) {
+    const float mine = rows.Scale(nb, group);
+    for (int i = 0; i < 2; ++i) {
+      const float scale = __shfl_sync(kFullWarp, mine, 8 * t + 4 * i) * weight_scale;
+      totals[nb][i] = fmaf(sums[nb][i], scale, totals[nb][i]);
+      totals[nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[nb][i + 2]);
+    }
+  }
+}
+
+// totals[nb] += weights of one group times rows with both scales applied by the tensor core of
+// sm_120a. Lane t = 0 names the scale of row g, t = 1 that of row g + 8; row_scales: of row g of
+// every block, as f32.
+template <WeightFormat kFormat, int kBlocks>
+__device__ __forceinline__ void MultiplyScaledGroup(const unsigned char* tiles,
+                                                    const RowPlaces<kBlocks>& places, int group,
+                                                    GroupRows<kBlocks>& rows, uint32_t weight_scale,
+                                                    const float (&row_scales)[kBlocks],
+                                                    float (&totals)[kBlocks][4]) {
+  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
+  constexpr Element8 kElement = kIsFp8 ? Element8::kE4m3 : Element8::kE2m1;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  uint4 codes = {};
+  uint32_t scales = weight_scale;
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const int tile = step / 2;
+    const int s = step % 2;
+    uint32_t a[4];
+    if constexpr (kIsFp8) {
+      codes = *reinterpret_cast<const uint4*>(tiles + step * 512 + 16 * lane);
+      a[0] = codes.x, a[1] = codes.y, a[2] = codes.z, a[3] = codes.w;
+    } else {
+      const unsigned char* at = tiles + tile * 544;
+      if (s == 0) {
+        codes = *reinterpret_cast<const uint4*>(at + 16 * lane);
+        scales = *reinterpret_cast<const uint32_t*>(at + 512 + 4 * (lane / 4)) >> (16 * (lane % 2));
+      } else {
+        scales >>= 8;
+      }
+      SplitFp4ForMxf8(s == 0 ? codes.x : codes.z, a[0], a[1]);
+      SplitFp4ForMxf8(s == 0 ? codes.y : codes.w, a[2], a[3]);
+    }
+    rows.LoadDue(places, group, tile, s);
+#pragma unroll
+    for (int nb = 0; nb < kBlocks; ++nb) {
+      uint32_t b[2];
+      rows.Fragment(nb, tile, s, b);
+      // The exponent of a power of two is its ue8m0 byte.
+      MmaMxf8f6f4<kElement, Element8::kE4m3>(totals[nb], a, b, scales & 0xffu,
+                                             __float_as_uint(row_scales[nb]) >> 23);
+    }
+  }
+}
+
 // This warp's part of a unit: totals[m][nb] of its 16 outputs and its share of the inputs.
-template <WeightFormat kFormat, ProductKind kKind, int kRingBlocks, int kBlocks>
+template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kRingBlocks, int kBlocks>
 __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& stream,
                                              const Job& job, int row_tile,
                                              const RowPlaces<kBlocks>& rows,
@@ -185,7 +252,8 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& s
   constexpr int kGroupBytes = kIsFp8                            ? 4 * 512
                               : kFormat == WeightFormat::kMxfp4 ? 2 * 544
                                                                 : 2 * 576;
-  const int t = static_cast<int>(threadIdx.x) % 4;
+  // Scales for every 16 inputs are not among those of mxf8f6f4.
+  constexpr bool kIsScaled = kMma == MmaKind::kBlockScaled && kFormat != WeightFormat::kNvfp4;
 #pragma unroll 1
   for (int first = stream.first(); first < stream.last(); first += kStageGroups) {
 #pragma unroll
@@ -195,31 +263,42 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& s
 #pragma unroll 1
       for (int group = first; group < first + kStageGroups && group < stream.last(); ++group) {
         GroupRows<kBlocks> codes;
-        float weight_scale = 1.0f;
+        uint32_t weight_scale = 127;  // ue8m0 of 1.
         if constexpr (kIsFp8) {
           const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
-          weight_scale = Ue8m0Value(w.scales[at]);
+          weight_scale = w.scales[at];
         }
         codes.LoadAhead(rows, group);
-        if (stage == nullptr) stage = stream.Wait();
-        float sums[kBlocks][4] = {};
-        const unsigned char* tiles = stage + (group - first) * kGroupBytes;
-        if constexpr (kIsFp8) {
-          MultiplyFp8Group<kBlocks>(tiles, rows, group, codes, sums);
-        } else {
-          MultiplyFp4Group<kFormat, kBlocks>(tiles, rows, group, codes, sums);
+        float scales[kBlocks];  // Of row g of every block.
+        if constexpr (kIsScaled) {
+          for (int nb = 0; nb < kBlocks; ++nb) scales[nb] = rows.Scale(nb, group);
         }
-#pragma unroll
-        for (int nb = 0; nb < kBlocks; ++nb) {
-          const float mine = rows.scales[(rows.first_code[nb] >> 7) + static_cast<uint32_t>(group)];
-          for (int i = 0; i < 2; ++i) {
-            const float scale = __shfl_sync(kFullWarp, mine, 8 * t + 4 * i) * weight_scale;
-            totals[m][nb][i] = fmaf(sums[nb][i], scale, totals[m][nb][i]);
-            totals[m][nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[m][nb][i + 2]);
+        if (stage == nullptr) stage = stream.Wait();
+        const unsigned char* tiles = stage + (group - first) * kGroupBytes;
+        if constexpr (kIsScaled) {
+          MultiplyScaledGroup<kFormat, kBlocks>(tiles, rows, group, codes, weight_scale, scales,
+                                                totals[m]);
+        } else {
+          float sums[kBlocks][4] = {};
+          if constexpr (kIsFp8) {
+            MultiplyFp8Group<kBlocks>(tiles, rows, group, codes, sums);
+          } else {
+            MultiplyFp4Group<kFormat, kBlocks>(tiles, rows, group, codes, sums);
           }
+          AddScaled<kBlocks>(sums, rows, group, Ue8m0Value(static_cast<uint8_t>(weight_scale)),
+                             totals[m]);
         }
       }
       stream.Release();
+    }
+  }
+  if constexpr (kIsScaled && kFormat == WeightFormat::kMxfp4) {
+    // The factor of a job is that of codes read as e4m3.
+#pragma unroll
+    for (int m = 0; m < kMatrices<kKind>; ++m) {
+      for (int nb = 0; nb < kBlocks; ++nb) {
+        for (int i = 0; i < 4; ++i) totals[m][nb][i] *= 0x1p-6f;
+      }
     }
   }
 }
@@ -300,7 +379,7 @@ __device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
 }
 
 // One unit by the whole block: multiply, add, store.
-template <ProductKind kKind, int kRingBlocks, int kBlocks>
+template <MmaKind kMma, ProductKind kKind, int kRingBlocks, int kBlocks>
 __device__ __forceinline__ void RunUnit(const ProductArgs& args,
                                         WeightStream<kKind, kRingBlocks>& stream, const Job& job,
                                         const UnitOutput& unit) {
@@ -313,11 +392,11 @@ __device__ __forceinline__ void RunUnit(const ProductArgs& args,
   float totals[kM][kBlocks][4] = {};
   const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
   if (format == WeightFormat::kMxfp4) {
-    MultiplyUnit<WeightFormat::kMxfp4, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kMxfp4, kMma, kKind>(stream, job, row_tile, rows, totals);
   } else if (format == WeightFormat::kNvfp4) {
-    MultiplyUnit<WeightFormat::kNvfp4, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kNvfp4, kMma, kKind>(stream, job, row_tile, rows, totals);
   } else {
-    MultiplyUnit<WeightFormat::kFp8Block128, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kFp8Block128, kMma, kKind>(stream, job, row_tile, rows, totals);
   }
   __syncthreads();  // The parts of the unit before this one have been read.
 #pragma unroll
@@ -334,9 +413,12 @@ __device__ __forceinline__ void RunUnit(const ProductArgs& args,
 
 // Grid: a multiple of the multiprocessors. Block: kThreads. Shared memory: kProductSharedBytes.
 // Units have at most 8 kBlocks rows.
-template <ProductKind kKind, int kBlocks>
+template <MmaKind kMma, ProductKind kKind, int kBlocks>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExperts(
     const __grid_constant__ ProductArgs args) {
+#if !ISTHMUS_HAS_SM120A
+  if constexpr (kMma == MmaKind::kBlockScaled) __trap();
+#endif
   constexpr int kDepth = kStages<kBlocks>;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWarps * kDepth; ++i) BarrierInit(BarrierOf<kKind, kBlocks>(0, i), 1);
@@ -345,7 +427,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
   __syncthreads();
   // The rows of the gate's product come from its predecessor, as does the list. That of the down
   // product has been there since the gate's began, so its weights may set out early.
-  if (kKind == ProductKind::kGate) WaitForPredecessor();
+  if (kKind == ProductKind::kGate) {
+    PrefetchShared(args);
+    WaitForPredecessor();
+  }
   const int row_units = args.outputs / (kRowTiles<kKind> * 16);
   const UnitRange range = ShareOf(args, row_units);
   WeightStream<kKind, kBlocks> stream(args, range);
@@ -364,9 +449,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
                            row * kRowTiles<kKind> * 16};
     constexpr int kFew = (kBlocks + 1) / 2;
     if (kBlocks == kFew || at.count <= 8 * kFew) {
-      RunUnit<kKind, kBlocks, kFew>(args, stream, job, at);
+      RunUnit<kMma, kKind, kBlocks, kFew>(args, stream, job, at);
     } else {
-      RunUnit<kKind, kBlocks, kBlocks>(args, stream, job, at);
+      RunUnit<kMma, kKind, kBlocks, kBlocks>(args, stream, job, at);
     }
     if (rest > args.block_rows) {
       ++block;
@@ -377,6 +462,27 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
     row = 0;
     ++job_index;
   }
+}
+
+template <MmaKind kMma, ProductKind kKind, int kBlocks>
+absl::Status LaunchProductBlocks(const ProductArgs& args, const Exec& exec) {
+  static_assert(kProductSharedBytes<kKind, kBlocks> <= kMaxSharedBytes);
+  // One block of threads fits into the shared memory of a multiprocessor of sm_120.
+  const int per_sm = exec.arch >= kArchSm120 ? 1 : kBlocksPerSm<kBlocks>;
+  const int sms = exec.num_sms > 0 ? exec.num_sms : 1;
+  return Launch("MultiplyExperts",
+                {.grid = dim3(static_cast<unsigned>(sms * per_sm)),
+                 .block = dim3(kThreads),
+                 .shared_bytes = kProductSharedBytes<kKind, kBlocks>,
+                 .overlaps_predecessor = true},
+                exec, MultiplyExperts<kMma, kKind, kBlocks>, args);
+}
+
+template <MmaKind kMma, ProductKind kKind>
+absl::Status LaunchProduct(const ProductArgs& args, const Exec& exec) {
+  if (args.block_rows == 8) return LaunchProductBlocks<kMma, kKind, 1>(args, exec);
+  if (args.block_rows == 16) return LaunchProductBlocks<kMma, kKind, 2>(args, exec);
+  return LaunchProductBlocks<kMma, kKind, 4>(args, exec);
 }
 
 }  // namespace isthmus::kernels::grouped

@@ -16,7 +16,9 @@ inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * kWarpLanes;
 inline constexpr int kStageBytes = 4 * 576;  // Two groups of fp4, or one of fp8, of 16 outputs.
 
-enum class ProductKind : uint8_t { kGate, kDown };
+// kE4m3: any architecture; scales are applied to sums. kBlockScaled: sm_120a's instruction applies
+// them.
+enum class MmaKind : uint8_t { kE4m3, kBlockScaled };
 
 // How a block cuts a unit: kRowTiles rows of tiles, the inputs of each over kSplits warps.
 template <ProductKind kKind>
@@ -42,14 +44,6 @@ inline constexpr int kProductSharedBytes =
     kWarps* kStages<kBlocks>*(kStageBytes + static_cast<int>(sizeof(Mbarrier))) +
     kSumFloats<kKind, kBlocks>* static_cast<int>(sizeof(float));
 
-struct ProductArgs {
-  Scratch scratch;
-  int32_t inputs;       // K
-  int32_t outputs;      // N
-  int32_t block_rows;   // At most 8 kBlocks.
-  int32_t shared_cost;  // Of a unit of job 0, in units of the others.
-};
-
 // Of 16 outputs.
 __device__ __forceinline__ int GroupBytes(WeightFormat format) {
   if (format == WeightFormat::kMxfp4) return 2 * 544;
@@ -71,6 +65,19 @@ template <ProductKind kKind, int kBlocks>
 __device__ __forceinline__ Mbarrier* BarrierOf(int warp, int stage) {
   return reinterpret_cast<Mbarrier*>(PartsOf<kBlocks>() + kSumFloats<kKind, kBlocks>) +
          warp * kStages<kBlocks> + stage;
+}
+
+// Sets out the weights of the shared expert, of which every step needs all, towards the L2 while
+// the list of the others is made. A slice a block.
+__device__ __forceinline__ void PrefetchShared(const ProductArgs& args) {
+  if (threadIdx.x != 0) return;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t pieces = args.shared_bytes[i] / 16;
+    const int64_t first = pieces * blockIdx.x / gridDim.x;
+    const int64_t last = pieces * (blockIdx.x + 1) / gridDim.x;
+    if (first == last) continue;
+    BulkPrefetchL2(args.shared_tiles[i] + first * 16, static_cast<unsigned>((last - first) * 16));
+  }
 }
 
 // Units [begin, end) of a block of threads, and the place of the first.
