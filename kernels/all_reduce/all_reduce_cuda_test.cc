@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every CUDA variant, with a thread and a stream per rank: several ranks on one device, and one
 // rank per device where there are two.
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -21,6 +22,10 @@ namespace isthmus::kernels {
 namespace {
 
 using testing::DeviceCopy;
+
+// A kernel that is loaded at its first launch waits until the device is idle, and here the others
+// wait for it: all are loaded before anything else.
+const bool kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
 
 struct Shape {
   int64_t rows, cols, x_stride, out_stride;
