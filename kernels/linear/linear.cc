@@ -152,8 +152,8 @@ bool FitsTilesLarge(const LinearArgs& args) {
 
 bool RunTogether(const LinearArgs& a, const LinearArgs& b) {
   return a.weight.format == b.weight.format && a.weight.cols == b.weight.cols &&
-         a.x.rows == b.x.rows && a.round_output == b.round_output &&
-         a.quantise_input == b.quantise_input && a.input_is_quantised == b.input_is_quantised;
+         a.x.rows == b.x.rows && a.quantise_input == b.quantise_input &&
+         a.input_is_quantised == b.input_is_quantised;
 }
 
 absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec) {

@@ -38,6 +38,7 @@ struct LinearTask {
   int first_row;    // Of the scales.
   int input;        // Which packed x.
   int first_block;  // Of 128 outputs, among those of all tasks.
+  bool round;
 };
 
 struct StreamArgs {
@@ -52,7 +53,6 @@ struct StreamArgs {
   int tiles_in_row;  // k steps along K.
   int scale_columns;
   int num_units;  // Of all tasks.
-  bool round;
 };
 
 // A place on the line.
@@ -297,7 +297,7 @@ __device__ void WriteFragments(const StreamArgs& args, const LinearTask& task, i
       const int n = row + lane / 4 + (c >= 2 ? 8 : 0);
       const int t = token + 8 * j + lane % 4 * 2 + c % 2;
       if (n >= task.rows || t >= args.tokens) continue;
-      task.out[t * task.out_stride + n] = args.round ? RoundBf16(total[j][c]) : total[j][c];
+      task.out[t * task.out_stride + n] = task.round ? RoundBf16(total[j][c]) : total[j][c];
     }
   }
 }

@@ -19,7 +19,7 @@ struct LinearVariant {
 };
 
 inline constexpr size_t kMaxLinearsTogether = 8;
-// One launch may compute both: the same format, K, tokens and rounding.
+// One launch may compute both: the same format, K, tokens and quantisation.
 bool RunTogether(const LinearArgs& a, const LinearArgs& b);
 
 absl::Status ValidateLinear(const LinearArgs& args);

@@ -157,7 +157,8 @@ StreamPlan PlanStream(std::span<const LinearArgs> linears, int token_tiles, cons
                                         static_cast<int>(CeilDiv(w.rows, kPanelRows)),
                                         static_cast<int>(w.first_row),
                                         input,
-                                        static_cast<int>(blocks)};
+                                        static_cast<int>(blocks),
+                                        linear.round_output};
     blocks += CeilDiv(w.rows, kPanelRows * kUnitRowTiles);
   }
   const LinearArgs& first = linears[0];
@@ -168,7 +169,6 @@ StreamPlan PlanStream(std::span<const LinearArgs> linears, int token_tiles, cons
   stream.tiles_in_row = static_cast<int>(TilesInRow(w));
   stream.scale_columns = static_cast<int>(ScaleColumns(w));
   stream.num_units = static_cast<int>(blocks) * stream.token_blocks * stream.row_units;
-  stream.round = first.round_output;
   stream.counters = exec.counters;
   pack.tiles = token_tiles;
   pack.cols = w.cols;
