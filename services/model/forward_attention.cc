@@ -4,6 +4,7 @@
 // may use the entry that it completes itself, so nothing here may be reordered.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
@@ -68,16 +69,26 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
+  const bool is_quantised = reference && kernels::QuantisesInput(w.wq_a.format);
   const float epsilon = config.rms_norm_eps;
   const int64_t heads = w.wq_b.rows / config.head_dim;  // The rank's.
   const int64_t head_dim = config.head_dim;
   const std::span<const float> frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
 
   step.query_latent = step.Take(step.rows, config.q_lora_rank);
-  step.Mark("linear.wq_a");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = quantised_x, .weight = w.wq_a, .out = step.query_latent, .round_output = reference},
-      step.exec));
+  step.kv = step.Take(step.rows, head_dim);
+  step.Mark("linear.wq_a_wkv");
+  const kernels::LinearArgs of_x[] = {{.x = quantised_x,
+                                       .weight = w.wq_a,
+                                       .out = step.query_latent,
+                                       .round_output = reference,
+                                       .input_is_quantised = is_quantised},
+                                      {.x = quantised_x,
+                                       .weight = w.wkv,
+                                       .out = step.kv,
+                                       .round_output = reference,
+                                       .input_is_quantised = is_quantised}};
+  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   step.Mark("rms_norm.q");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
                                             .weight = w.q_norm,
@@ -94,9 +105,13 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   }
   step.q = step.Take(step.rows, heads * head_dim);
   step.Mark("linear.wq_b");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = step.query_latent, .weight = w.wq_b, .out = step.q, .round_output = reference},
-      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = step.query_latent,
+                       .weight = w.wq_b,
+                       .out = step.q,
+                       .round_output = reference,
+                       .input_is_quantised = reference && kernels::QuantisesInput(w.wq_b.format)},
+                      step.exec));
   const MatrixView per_head = kernels::F32Matrix(step.q.f32(0), step.rows * heads, head_dim);
   step.Mark("rms_norm.heads");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm(
@@ -111,10 +126,6 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
                                         step.exec));
   step.Emit(layer, "q", step.q, {step.rows, heads, head_dim});
 
-  step.kv = step.Take(step.rows, head_dim);
-  step.Mark("linear.wkv");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = quantised_x, .weight = w.wkv, .out = step.kv, .round_output = reference}, step.exec));
   step.Mark("rms_norm.kv");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.kv,
                                             .weight = w.kv_norm,
@@ -150,8 +161,9 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
   const MatrixView u = step.Take(step.rows, width);
   const MatrixView g = step.Take(step.rows, width);
   step.Mark("linear.compressor");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wkv, .out = u}, step.exec));
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear({.x = step.x, .weight = c.wgate, .out = g}, step.exec));
+  const kernels::LinearArgs of_x[] = {{.x = step.x, .weight = c.wkv, .out = u},
+                                      {.x = step.x, .weight = c.wgate, .out = g}};
+  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView entries = step.has_tap() ? step.Take(added, config.head_dim) : MatrixView{};
   step.Mark("compressor");
@@ -188,9 +200,13 @@ absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const Matr
   const int64_t heads = config.index_n_heads;
   const int64_t dim = config.index_head_dim;
   step.Mark("linear.index_wq_b");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = step.query_latent, .weight = indexer.wq_b, .out = q, .round_output = reference},
-      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::Linear({.x = step.query_latent,
+                       .weight = indexer.wq_b,
+                       .out = q,
+                       .round_output = reference,
+                       .input_is_quantised = reference && kernels::QuantisesInput(w.wq_b.format)},
+                      step.exec));
   step.Mark("rope.index_q");
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
                                          .head_dim = dim,
@@ -224,10 +240,9 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   const MatrixView u = step.Take(step.rows, 2 * dim);
   const MatrixView g = step.Take(step.rows, 2 * dim);
   step.Mark("linear.index_compressor");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = step.x, .weight = indexer.compressor.wkv, .out = u}, step.exec));
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = step.x, .weight = indexer.compressor.wgate, .out = g}, step.exec));
+  const kernels::LinearArgs of_x[] = {{.x = step.x, .weight = indexer.compressor.wkv, .out = u},
+                                      {.x = step.x, .weight = indexer.compressor.wgate, .out = g}};
+  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView keys = step.has_tap() ? step.Take(added, dim) : MatrixView{};
   const kernels::EntryPlane key_plane = layout_.Plane(kernels::kIndexKey, layer);
@@ -331,15 +346,15 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
   const int64_t group_inputs = heads * head_dim / groups;
   const MatrixView z = step.Take(step.rows, groups * config.o_lora_rank);
   step.Mark("linear.wo_a");
+  // wo_a reads unquantised bf16, although it is stored in fp8 (specification 2.7).
+  std::vector<kernels::LinearArgs> of_groups;
   for (int64_t group = 0; group < groups; ++group) {
-    // wo_a reads unquantised bf16, although it is stored in fp8 (specification 2.7).
-    ISTHMUS_RETURN_IF_ERROR(
-        kernels::Linear({.x = step.q.Columns(group * group_inputs, group_inputs),
+    of_groups.push_back({.x = step.q.Columns(group * group_inputs, group_inputs),
                          .weight = w.wo_a[static_cast<size_t>(group)],
                          .out = z.Columns(group * config.o_lora_rank, config.o_lora_rank),
-                         .round_output = reference},
-                        step.exec));
+                         .round_output = reference});
   }
+  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_groups, step.exec));
   step.Emit(layer, "attn_z", z);
   step.Mark("linear.wo_b");
   ISTHMUS_RETURN_IF_ERROR(
