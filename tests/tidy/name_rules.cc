@@ -98,7 +98,7 @@ constexpr BannedCall kBannedCalls[] = {
     {"getenv", "the config file and services/base/config.h"},
     {"secure_getenv", "the config file and services/base/config.h"},
     {"setenv", "an argument of the library, or its config call"},
-    {"cudaDeviceSynchronize", "the step's one synchronisation point"},
+    {"cudaDeviceSynchronize", "the step's one synchronisation point", Where::kAboveCore},
     {"cudaMalloc", "memory allocated at start by the worker", Where::kAboveCore},
     {"cudaMallocAsync", "memory allocated at start by the worker", Where::kAboveCore},
     {"cudaMallocHost", "memory allocated at start by the worker", Where::kAboveCore},
@@ -136,7 +136,7 @@ bool Applies(const BannedCall& call, absl::string_view path, bool is_test) {
       return true;
     case Where::kProduct:
       return !is_test;
-    case Where::kAboveCore:  // Where the memory of a device is taken.
+    case Where::kAboveCore:  // kernels/core is where a device is asked.
       return !is_test && !absl::StartsWith(path, "kernels/core/");
     case Where::kKernels:  // A definition says in f64 what is meant, with whatever is exact enough.
       return absl::StartsWith(path, "kernels/") && !is_test &&
