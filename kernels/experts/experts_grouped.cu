@@ -24,6 +24,7 @@ constexpr int64_t kTokensAtOnce = 2048;  // Bounds the workspace of a long prefi
 
 bool CanMultiply(const WeightView& w) {
   if (w.layout != WeightLayout::kMmaTiles) return false;
+  if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;  // Bulk copies.
   if (w.rows % grouped::kGroup != 0 || w.cols % grouped::kGroup != 0) return false;
   if (IsFp4(w.format)) return true;
   return w.format == WeightFormat::kFp8Block128 && w.first_col == 0 && w.first_row % 16 == 0;

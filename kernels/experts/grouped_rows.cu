@@ -14,6 +14,7 @@ static_assert(kMaxExperts <= kRouteThreads);
 constexpr int kQuantiseWarps = 8;
 constexpr int kCombineThreads = 128;
 constexpr int kCombineEach = 4;  // Columns of a thread.
+constexpr int kRowsAtOnce = 8;
 
 // Quantised rows lie in the order of the mma's B fragment: of 64 inputs, thread t of a quad finds
 // its two k32 steps in 16 bytes. Input k = 32 s + 16 h + 4 t + j is byte 16 t + 8 s + 4 h + j.
@@ -243,12 +244,28 @@ __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void QuantiseHiddenRows
                 scratch.h_scales + row * groups + k / kGroup);
 }
 
-__device__ __forceinline__ void AddRow(const uint16_t* y, float (&sum)[kCombineEach]) {
-  const uint2 pairs = *reinterpret_cast<const uint2*>(y);
+__device__ __forceinline__ void AddPairs(const uint2& pairs, float (&sum)[kCombineEach]) {
   sum[0] += __uint_as_float(pairs.x << 16);
   sum[1] += __uint_as_float(pairs.x & 0xffff0000u);
   sum[2] += __uint_as_float(pairs.y << 16);
   sum[3] += __uint_as_float(pairs.y & 0xffff0000u);
+}
+
+// Up to kRowsAtOnce of a token's rows, loaded side by side and added in their order.
+__device__ __forceinline__ void AddRows(const int32_t* rows, int count, const uint16_t* y,
+                                        int64_t hidden, float (&sum)[kCombineEach]) {
+  int32_t row[kRowsAtOnce];
+#pragma unroll
+  for (int j = 0; j < kRowsAtOnce; ++j) row[j] = j < count ? rows[j] : -1;
+  uint2 pairs[kRowsAtOnce];
+#pragma unroll
+  for (int j = 0; j < kRowsAtOnce; ++j) {
+    if (row[j] >= 0) pairs[j] = *reinterpret_cast<const uint2*>(y + row[j] * hidden);
+  }
+#pragma unroll
+  for (int j = 0; j < kRowsAtOnce; ++j) {
+    if (row[j] >= 0) AddPairs(pairs[j], sum);
+  }
 }
 
 // A token's rows of y in ascending expert id, then the shared one. Grid: [tokens, ceil(hidden /
@@ -268,16 +285,19 @@ __global__ __launch_bounds__(kCombineThreads) void CombineRows(
   const int32_t* rows = scratch.rows_of + t * batch.k;
   if (batch.k > 0 && rows[batch.k - 1] < 0) return;
   float sum[kCombineEach] = {};
-  for (int j = 0; j < batch.k; ++j) {
-    if (rows[j] >= 0) AddRow(scratch.y + int64_t{rows[j]} * batch.hidden + d, sum);
+  const uint16_t* y = scratch.y + d;
+  uint2 shared = {};
+  if (batch.has_shared) {
+    const int64_t row = int64_t{batch.tokens} * batch.k + t;
+    shared = *reinterpret_cast<const uint2*>(y + row * batch.hidden);
+  }
+  for (int j = 0; j < batch.k; j += kRowsAtOnce) {
+    AddRows(rows + j, batch.k - j, y, batch.hidden, sum);
   }
   if (routed != nullptr) {
     for (int i = 0; i < kCombineEach; ++i) routed[t * routed_stride + d + i] = sum[i];
   }
-  if (batch.has_shared) {
-    const int64_t row = int64_t{batch.tokens} * batch.k + t;
-    AddRow(scratch.y + row * batch.hidden + d, sum);
-  }
+  if (batch.has_shared) AddPairs(shared, sum);
   for (int i = 0; i < kCombineEach; ++i) out[t * out_stride + d + i] = RoundBf16(sum[i]);
 }
 
