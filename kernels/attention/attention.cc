@@ -11,8 +11,58 @@
 namespace isthmus::kernels {
 namespace {
 
+// Head_dim 512 with entries of fp8 and bf16, everything aligned for loads of 16 bytes. That pages
+// and slots begin at multiples of 16 is part of the contract.
+bool SupportsAttentionMma(const AttentionArgs& args) {
+  const auto is_aligned = [](const MatrixView& m) {
+    return reinterpret_cast<uintptr_t>(m.data) % 16 == 0 &&
+           m.row_stride % (m.dtype == DType::kBf16 ? 8 : 4) == 0;
+  };
+  const auto fits = [](const EntryPlane& plane) {
+    return plane.format == EntryFormat::kKvFp8 && plane.data_offset % 16 == 0 &&
+           plane.data_bytes % 16 == 0 && plane.scale_offset % 2 == 0 &&
+           plane.scale_bytes % 2 == 0 && plane.scale_offset < int64_t{1} << 31;
+  };
+  return args.head_dim == 512 && args.rope_dim == 64 && args.arithmetic == Arithmetic::kReference &&
+         is_aligned(args.q) && is_aligned(args.out) && fits(args.window_plane) &&
+         (args.ratio == 0 || fits(args.entry_plane));
+}
+
+// P as bf16 or f16, q and the codes exact, sums in f32; the fast 2^x is off by 2 ulp. In reference
+// arithmetic the definition itself rounds p and out to bf16, at points that a running maximum
+// shifts: both errors are of the size of one bf16 rounding of p (1.5e-3 of relative error at most,
+// 1e-6 as DeepSeek's measure, whose bound is 5e-6: 3.2e-3 of relative error).
+constexpr NumericBound kMmaBound = {NumericClass::kReducedPrecision, /*factor=*/1.5,
+                                    /*floor=*/2.5e-3};
+
+constexpr Patch kSplitMma = {
+    .name = "attention.split_mma",
+    .summary =
+        "Decode on tensor cores over entries as stored, a row's keys cut into splits that the last "
+        "one adds up in the same launch, so that a small batch fills the device.",
+    .phases = kPhaseDecode,
+    .default_on = false,
+    .bound = kMmaBound,
+    .test = "AttentionCudaTest",
+    .decision = "kernels/attention/decisions/0001-split-mma.md"};
+
+constexpr Patch kPrefillMma = {
+    .name = "attention.prefill_mma",
+    .summary =
+        "Prefill with the same tensor-core kernel: a block per row and 32 heads, which gathers and "
+        "converts each entry once for all of them.",
+    .phases = kPhasePrefill,
+    .default_on = false,
+    .bound = kMmaBound,
+    .test = "AttentionCudaTest",
+    .decision = "kernels/attention/decisions/0001-split-mma.md"};
+
+constexpr const Patch* kPatches[] = {&kSplitMma, &kPrefillMma};
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr AttentionVariant kVariants[] = {
+    {&kSplitMma, kSm90Up, SupportsAttentionMma, LaunchAttentionMma},
+    {&kPrefillMma, kSm90Up, SupportsAttentionMma, LaunchAttentionMma},
     {nullptr, kAnyCuda, nullptr, LaunchAttentionCuda},
     {nullptr, kCpuOnly, nullptr, LaunchAttentionCpu},
 };
@@ -144,6 +194,7 @@ absl::Status ValidateAttention(const AttentionArgs& args) {
 }
 
 std::span<const AttentionVariant> AttentionVariants() { return kVariants; }
+std::span<const Patch* const> AttentionPatches() { return kPatches; }
 
 absl::Status Attention(const AttentionArgs& args, const Exec& exec) {
   ISTHMUS_RETURN_IF_ERROR(ValidateAttention(args));

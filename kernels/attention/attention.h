@@ -68,6 +68,7 @@ struct AttentionArgs {
 };
 
 absl::Status Attention(const AttentionArgs& args, const Exec& exec);
+std::span<const Patch* const> AttentionPatches();
 // Works on the same caches but commits nothing to the ring.
 absl::Status AttentionDefinition(const AttentionArgs& args, const Exec& exec);
 

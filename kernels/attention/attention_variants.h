@@ -25,7 +25,9 @@ absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec);
 // Null in a build without CUDA, so that its row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchAttentionCuda(const AttentionArgs& args, const Exec& exec);
+absl::Status LaunchAttentionMma(const AttentionArgs& args, const Exec& exec);
 #else
+inline constexpr absl::Status (*LaunchAttentionMma)(const AttentionArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchAttentionCuda)(const AttentionArgs&, const Exec&) = nullptr;
 #endif
 

@@ -23,6 +23,13 @@ __device__ __forceinline__ int KvBlockExponent(float x0, float x1) {
   return Fp8ScaleExponent(WarpMax(fmaxf(std::fabs(x0), std::fabs(x1))));
 }
 
+// The codes of two values of a block, the first in the low byte.
+__device__ __forceinline__ uint16_t KvBlockCodes(float x0, float x1, int exponent) {
+  const float inverse = 1.0f / PowerOfTwo(exponent);
+  return static_cast<uint16_t>(Fp8E4m3Code(x0 * inverse) | uint32_t{Fp8E4m3Code(x1 * inverse)}
+                                                               << 8);
+}
+
 // Block `block` of an fp8 entry, from its row of f32 values, by all lanes of a warp. The rotary
 // part counts as the blocks behind the last fp8 block; its values are on the bf16 grid already.
 __device__ __forceinline__ void EncodeKvBlock(const float* x, int nope, int block, std::byte* data,
@@ -37,9 +44,7 @@ __device__ __forceinline__ void EncodeKvBlock(const float* x, int nope, int bloc
     return;
   }
   const int exponent = KvBlockExponent(x0, x1);
-  const float inverse = 1.0f / PowerOfTwo(exponent);
-  reinterpret_cast<uint16_t*>(data)[d / 2] =
-      static_cast<uint16_t>(Fp8E4m3Code(x0 * inverse) | uint32_t{Fp8E4m3Code(x1 * inverse)} << 8);
+  reinterpret_cast<uint16_t*>(data)[d / 2] = KvBlockCodes(x0, x1, exponent);
   if (lane == 0) scale[block] = static_cast<std::byte>(exponent + 127);
 }
 
