@@ -37,6 +37,19 @@ int64_t CountNewEntries(const ForwardBatch& batch, int64_t ratio) {
   return sum;
 }
 
+// Whether the input of a linear is quantised before it, once for all that share it, or by it: a GPU
+// quantises as it packs an input.
+bool QuantisesAhead(const kernels::WeightView& w, Arithmetic arithmetic,
+                    const kernels::Exec& exec) {
+  return arithmetic == Arithmetic::kReference && kernels::QuantisesInput(w.format) &&
+         !kernels::IsDevice(exec.arch);
+}
+bool QuantisesInside(const kernels::WeightView& w, Arithmetic arithmetic,
+                     const kernels::Exec& exec) {
+  return arithmetic == Arithmetic::kReference && kernels::QuantisesInput(w.format) &&
+         kernels::IsDevice(exec.arch);
+}
+
 }  // namespace
 
 absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
@@ -47,9 +60,9 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   step.Emit(layer, "hc_attn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
   step.Emit(layer, "attn_in", step.x);
 
-  // wq_a and wkv share their quantised input.
+  // wq_a and wkv share their quantised input. A GPU quantises as it packs the input of a linear.
   MatrixView quantised_x = step.x;
-  if (arithmetic_ == Arithmetic::kReference && kernels::QuantisesInput(w.wq_a.format)) {
+  if (QuantisesAhead(w.wq_a, arithmetic_, step.exec)) {
     quantised_x = step.Take(step.rows, config.hidden_size);
     step.Mark("quantise.hidden");
     ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
@@ -69,7 +82,6 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
-  const bool is_quantised = reference && kernels::QuantisesInput(w.wq_a.format);
   const float epsilon = config.rms_norm_eps;
   const int64_t heads = w.wq_b.rows / config.head_dim;  // The rank's.
   const int64_t head_dim = config.head_dim;
@@ -78,16 +90,19 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   step.query_latent = step.Take(step.rows, config.q_lora_rank);
   step.kv = step.Take(step.rows, head_dim);
   step.Mark("linear.wq_a_wkv");
-  const kernels::LinearArgs of_x[] = {{.x = quantised_x,
-                                       .weight = w.wq_a,
-                                       .out = step.query_latent,
-                                       .round_output = reference,
-                                       .input_is_quantised = is_quantised},
-                                      {.x = quantised_x,
-                                       .weight = w.wkv,
-                                       .out = step.kv,
-                                       .round_output = reference,
-                                       .input_is_quantised = is_quantised}};
+  const kernels::LinearArgs of_x[] = {
+      {.x = quantised_x,
+       .weight = w.wq_a,
+       .out = step.query_latent,
+       .quantise_input = QuantisesInside(w.wq_a, arithmetic_, step.exec),
+       .round_output = reference,
+       .input_is_quantised = QuantisesAhead(w.wq_a, arithmetic_, step.exec)},
+      {.x = quantised_x,
+       .weight = w.wkv,
+       .out = step.kv,
+       .quantise_input = QuantisesInside(w.wq_a, arithmetic_, step.exec),
+       .round_output = reference,
+       .input_is_quantised = QuantisesAhead(w.wq_a, arithmetic_, step.exec)}};
   ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   step.Mark("rms_norm.q");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
@@ -98,7 +113,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
                                            step.exec));
   step.Emit(layer, "qr", step.query_latent);
   // From here on only wq_b and the indexer's wq_b read the latent: quantise it once for both.
-  if (reference && kernels::QuantisesInput(w.wq_b.format)) {
+  if (QuantisesAhead(w.wq_b, arithmetic_, step.exec)) {
     step.Mark("quantise.latent");
     ISTHMUS_RETURN_IF_ERROR(
         kernels::QuantiseActivation(step.query_latent, step.query_latent, step.exec));
@@ -109,8 +124,9 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
       kernels::Linear({.x = step.query_latent,
                        .weight = w.wq_b,
                        .out = step.q,
+                       .quantise_input = QuantisesInside(w.wq_b, arithmetic_, step.exec),
                        .round_output = reference,
-                       .input_is_quantised = reference && kernels::QuantisesInput(w.wq_b.format)},
+                       .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)},
                       step.exec));
   const MatrixView per_head = kernels::F32Matrix(step.q.f32(0), step.rows * heads, head_dim);
   step.Mark("rms_norm.heads");
@@ -204,8 +220,9 @@ absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const Matr
       kernels::Linear({.x = step.query_latent,
                        .weight = indexer.wq_b,
                        .out = q,
+                       .quantise_input = QuantisesInside(w.wq_b, arithmetic_, step.exec),
                        .round_output = reference,
-                       .input_is_quantised = reference && kernels::QuantisesInput(w.wq_b.format)},
+                       .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)},
                       step.exec));
   step.Mark("rope.index_q");
   ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
