@@ -34,7 +34,8 @@ __device__ __forceinline__ float ScaleInWord(uint32_t word, int i) {
 }
 // The same of e4m3 scales, which have no sign.
 __device__ __forceinline__ float E4m3InWord(uint32_t word, int i) {
-  return __uint_as_float((word >> (8 * i) & 0x7fu) << 20) * 0x1p120f;
+  const int shift = 20 - 8 * i;
+  return __uint_as_float((shift >= 0 ? word << shift : word >> -shift) & 0x07f00000u) * 0x1p120f;
 }
 
 // The rows of a unit that this lane multiplies: row g of every eight. Rows beyond the last repeat
