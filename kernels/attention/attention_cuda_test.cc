@@ -52,6 +52,7 @@ std::vector<Case> Cases() {
 
 class AttentionCudaTest : public ::testing::TestWithParam<std::tuple<AttentionVariant, Case>> {
  protected:
+  void SetUp() override { ISTHMUS_REQUIRE_DEVICE(); }
   const AttentionVariant& variant() const { return std::get<0>(GetParam()); }
   bool Runs(AttentionBatch& batch) {
     return testing::CanRunHere(variant(), device_.exec()) && batch.IsSupported(variant());
@@ -135,6 +136,7 @@ INSTANTIATE_TEST_SUITE_P(
 class AttentionUnusedCacheTest : public ::testing::TestWithParam<AttentionVariant> {};
 
 TEST_P(AttentionUnusedCacheTest, DoesNotReachTheResult) {
+  ISTHMUS_REQUIRE_DEVICE();
   TestDevice device;
   const Case c = {"", {8, 512, 64, 128, 4, kReference}, {{300, 1}, {40, 1}}, 40, 1};
   AttentionBatch clean(c);
