@@ -2,6 +2,7 @@
 // Every variant, with a thread per rank: on the CPU, and on a device or its emulation.
 #include "kernels/all_gather/all_gather.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -17,6 +18,10 @@ namespace isthmus::kernels {
 namespace {
 
 using ::testing::HasSubstr;
+
+// A kernel that is loaded at its first launch waits until the device is idle, and here the others
+// wait for it: all are loaded before anything else.
+const bool kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
 
 void RunRanks(PeerGroup& group, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;

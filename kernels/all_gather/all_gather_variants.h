@@ -46,6 +46,7 @@ absl::Status LaunchAllGatherCpu(const AllGatherCall& call, const Exec& exec);
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchAllGatherPeers(const AllGatherCall& call, const Exec& exec);
 #else
+// NOLINTNEXTLINE(readability-identifier-naming): a launcher that is not compiled in.
 inline constexpr decltype(AllGatherVariant::launch) LaunchAllGatherPeers = nullptr;
 #endif
 

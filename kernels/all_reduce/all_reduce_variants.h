@@ -53,12 +53,15 @@ absl::Status LaunchAllReduceOneShot(const AllReduceCall& call, const Exec& exec)
 absl::Status LaunchToWire(const AllReduceArgs& args, void* wire, const Exec& exec);
 absl::Status LaunchFromWire(const AllReduceArgs& args, const void* wire, const Exec& exec);
 #else
+// NOLINTBEGIN(readability-identifier-naming): launchers that are not compiled in.
 inline constexpr decltype(AllReduceVariant::launch) LaunchAllReducePeers = nullptr;
 inline constexpr decltype(AllReduceVariant::launch) LaunchAllReduceOneShot = nullptr;
+// NOLINTEND(readability-identifier-naming)
 #endif
 #if ISTHMUS_HAS_NCCL
 absl::Status LaunchAllReduceNccl(const AllReduceCall& call, const Exec& exec);
 #else
+// NOLINTNEXTLINE(readability-identifier-naming)
 inline constexpr decltype(AllReduceVariant::launch) LaunchAllReduceNccl = nullptr;
 #endif
 

@@ -50,7 +50,7 @@ absl::Status CheckOptions(const PeerGroupOptions& options) {
 }
 
 absl::Status WaitForPeer(const Communicator& group, int peer, uint64_t call) {
-  const std::atomic_ref flag(group.flags[group.rank][peer * kMaxMeetingBlocks]);
+  const std::atomic_ref flag(group.flags[group.rank][int64_t{peer} * kMaxMeetingBlocks]);
   constexpr int kPollsPerLook = 256;
   const absl::Time deadline =
       RealClock().Now() + absl::Nanoseconds(static_cast<int64_t>(group.timeout_nanoseconds));
@@ -149,7 +149,7 @@ std::byte* PeerSlotOnHost(const Communicator& group, int rank, uint64_t call) {
 
 absl::Status MeetPeersOnHost(const Communicator& group, uint64_t call) {
   for (int peer = 0; peer < group.ranks; ++peer) {
-    std::atomic_ref(group.flags[peer][group.rank * kMaxMeetingBlocks])
+    std::atomic_ref(group.flags[peer][int64_t{group.rank} * kMaxMeetingBlocks])
         .store(call, std::memory_order_release);
   }
   for (int peer = 0; peer < group.ranks; ++peer) {

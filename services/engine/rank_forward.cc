@@ -115,7 +115,7 @@ void RankForward::Serve(size_t rank) {
     }
     absl::Status status = started.ok() ? RunRank(own, *batch, *exec) : started;
     MutexLock lock(mutex_);
-    ends_[rank] = std::move(status);
+    ends_[rank] = {true, std::move(status)};
     changed_.notify_all();
   }
 }
@@ -131,29 +131,32 @@ absl::Status RankForward::RunRank(const Rank& rank, const model::ForwardBatch& b
 }
 
 bool RankForward::HaveAllEnded() const {
-  return std::all_of(ends_.begin(), ends_.end(), [](const auto& end) { return end.has_value(); });
+  return std::all_of(ends_.begin(), ends_.end(), [](const End& end) { return end.has_come; });
 }
 
 bool RankForward::HasOneFailed() const {
   return std::any_of(ends_.begin(), ends_.end(),
-                     [](const auto& end) { return end.has_value() && !end->ok(); });
+                     [](const End& end) { return end.has_come && !end.status.ok(); });
 }
 
 bool RankForward::HaveAllEndedAlike() const {
-  return std::all_of(ends_.begin(), ends_.end(), [&](const auto& end) {
-    return end.has_value() && ends_[0].has_value() && end->code() == ends_[0]->code();
+  return std::all_of(ends_.begin(), ends_.end(), [&](const End& end) {
+    return end.has_come && end.status.code() == ends_[0].status.code();
   });
 }
 
 absl::Status RankForward::WhyUnlike() const {
   for (size_t rank = 0; rank < ends_.size(); ++rank) {
-    if (!ends_[rank].has_value() || ends_[rank]->ok()) continue;
+    const absl::Status& status = ends_[rank].status;
+    if (status.ok()) continue;
     return WithFaultScope(
-        absl::Status(ends_[rank]->code(), absl::StrCat("rank ", rank, " of ", ends_.size(),
-                                                       " failed alone: ", ends_[rank]->message())),
+        absl::Status(status.code(), absl::StrCat("rank ", rank, " of ", ends_.size(),
+                                                 " failed alone: ", status.message())),
         FaultScope::kDevice);
   }
-  const auto missing = std::find(ends_.begin(), ends_.end(), std::nullopt) - ends_.begin();
+  const auto missing =
+      std::find_if(ends_.begin(), ends_.end(), [](const End& end) { return !end.has_come; }) -
+      ends_.begin();
   return WithFaultScope(absl::DeadlineExceededError(absl::StrCat(
                             "rank ", missing, " of ", ends_.size(), " did not end its step within ",
                             absl::FormatDuration(step_limit_))),
@@ -167,14 +170,14 @@ absl::Status RankForward::Run(const model::ForwardBatch& batch, const kernels::E
     ISTHMUS_RETURN_IF_ERROR(broken_);
     batch_ = &batch;
     exec_ = &exec;
-    ends_.assign(ranks_.size(), std::nullopt);
+    ends_.assign(ranks_.size(), End{});
     ++num_steps_;
     changed_.notify_all();
     // One that has failed alone is not worth the whole wait, since the others hang in its absence;
     // but ranks that all refuse a batch do so one after another.
     clock_.WaitFor(changed_, lock, step_limit_, [&] { return HaveAllEnded() || HasOneFailed(); });
     clock_.WaitFor(changed_, lock, kGrace, [&] { return HaveAllEnded() || !HasOneFailed(); });
-    if (HaveAllEndedAlike()) return *ends_[0];
+    if (HaveAllEndedAlike()) return ends_[0].status;
     why = broken_ = WhyUnlike();
   }
   if (on_stall_) on_stall_(why);

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -67,6 +66,10 @@ class RankForward : public model::Forward {
 
  private:
   struct RankStep;  // A batch as one rank sees it.
+  struct End {
+    bool has_come = false;
+    absl::Status status;
+  };
 
   const model::Forward& first() const { return *ranks_[0].forward; }
   void Serve(size_t rank);
@@ -88,7 +91,7 @@ class RankForward : public model::Forward {
   // Guarded by mutex_. The running step: the caller's, until all ranks have ended it.
   const model::ForwardBatch* batch_ = nullptr;
   const kernels::Exec* exec_ = nullptr;
-  std::vector<std::optional<absl::Status>> ends_;  // By rank.
+  std::vector<End> ends_;  // By rank.
   uint64_t num_steps_ = 0;
   bool is_stopping_ = false;
   absl::Status broken_;
