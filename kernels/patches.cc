@@ -7,6 +7,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
 #include "kernels/experts/experts.h"
+#include "kernels/fused/head_norm_rope/head_norm_rope.h"
 #include "kernels/fused/post_pre/post_pre.h"
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/indexer/indexer.h"
@@ -19,7 +20,8 @@ std::span<const Patch* const> AllPatches() {
     std::vector<const Patch*> all;
     for (const std::span<const Patch* const> some :
          {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
-          PostPrePatches(), HyperConnectionPatches(), IndexerPatches(), LinearPatches()}) {
+          HeadNormRopePatches(), PostPrePatches(), HyperConnectionPatches(), IndexerPatches(),
+          LinearPatches()}) {
       all.insert(all.end(), some.begin(), some.end());
     }
     return all;
