@@ -9,6 +9,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/fused/head_norm_rope/head_norm_rope.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -128,39 +129,17 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
                        .round_output = reference,
                        .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)},
                       step.exec));
-  const MatrixView per_head = kernels::F32Matrix(step.q.f32(0), step.rows * heads, head_dim);
-  step.Mark("rms_norm.heads");
-  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm(
-      {.x = per_head, .weight = {}, .out = per_head, .epsilon = epsilon, .arithmetic = arithmetic_},
-      step.exec));
-  step.Mark("rope.q");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.q,
-                                         .head_dim = head_dim,
-                                         .positions = step.inputs.positions,
-                                         .frequency = frequency,
-                                         .arithmetic = arithmetic_},
-                                        step.exec));
+  step.Mark("head_norm_rope");
+  ISTHMUS_RETURN_IF_ERROR(kernels::HeadNormRope({.q = step.q,
+                                                 .head_dim = head_dim,
+                                                 .kv = step.kv,
+                                                 .kv_weight = w.kv_norm,
+                                                 .positions = step.inputs.positions,
+                                                 .frequency = frequency,
+                                                 .epsilon = epsilon,
+                                                 .arithmetic = arithmetic_},
+                                                step.exec));
   step.Emit(layer, "q", step.q, {step.rows, heads, head_dim});
-
-  step.Mark("rms_norm.kv");
-  ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.kv,
-                                            .weight = w.kv_norm,
-                                            .out = step.kv,
-                                            .epsilon = epsilon,
-                                            .arithmetic = arithmetic_},
-                                           step.exec));
-  step.Mark("rope.kv");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.kv,
-                                         .head_dim = head_dim,
-                                         .positions = step.inputs.positions,
-                                         .frequency = frequency,
-                                         .arithmetic = arithmetic_},
-                                        step.exec));
-  if (reference) {
-    step.Mark("round_trip_kv");
-    ISTHMUS_RETURN_IF_ERROR(
-        kernels::RoundTripKv({.x = step.kv, .rope_dim = config.qk_rope_head_dim}, step.exec));
-  }
   step.Emit(layer, "kv", step.kv);
   return absl::OkStatus();
 }
