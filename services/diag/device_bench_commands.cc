@@ -16,6 +16,7 @@
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
 #include "services/diag/commands.h"
+#include "services/diag/kernel_bench.h"
 #include "services/diag/step_bench.h"
 
 namespace isthmus::diag {
@@ -76,6 +77,7 @@ void AddStepCommand(CLI::App* bench, absl::Status& status) {
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
   command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
+  command->add_option("--index-keys", flags->index_keys, "fp4, fp8 or bf16; as the arithmetic has");
   command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
   command->add_option("--replays", flags->replays, "Timed replays, from 3")->capture_default_str();
   command->add_option("--seconds", flags->seconds, "For the replays of one set of patches, at most")
@@ -92,10 +94,43 @@ void AddStepCommand(CLI::App* bench, absl::Status& status) {
       [flags, json, switches, &status] { status = RunStep(*flags, *switches, *json); });
 }
 
+absl::Status RunKernel(const KernelBenchFlags& flags, const std::string& json) {
+  ISTHMUS_ASSIGN_OR_RETURN(const ordered_json record, RunKernelBench(flags));
+  return WriteRecord(record, json);
+}
+
+void AddKernelCommand(CLI::App* bench, absl::Status& status) {
+  auto flags = std::make_shared<KernelBenchFlags>();
+  auto json = std::make_shared<std::string>();
+  CLI::App* command = bench->add_subcommand(
+      "kernel", "One operation, cold, in a chain: the trusted path and each patch, on a GPU");
+  command->add_option("operation", flags->operation, absl::StrCat("all, ", KernelNames()))
+      ->required();
+  command->add_option("--shape", flags->shape, "v4-flash or miniature")->capture_default_str();
+  command->add_option("--layers", flags->layers, "A call of the chain for each that has it")
+      ->capture_default_str();
+  command->add_option("--tp", flags->tp, "Ranks; the share of one runs")->capture_default_str();
+  command->add_option("--batch", flags->batch, "Sequences")->capture_default_str();
+  command->add_option("--context", flags->context, "Tokens that each has cached")
+      ->capture_default_str();
+  command->add_option("--arithmetic", flags->arithmetic, "math or reference")
+      ->capture_default_str();
+  command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
+  command->add_option("--index-keys", flags->index_keys, "fp4, fp8 or bf16; as the arithmetic has");
+  command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
+  command->add_option("--rounds", flags->rounds, "Interleaved")->capture_default_str();
+  command->add_option("--replays", flags->replays, "In each round")->capture_default_str();
+  command->add_option("--seconds", flags->seconds, "For the replays of one path, at most")
+      ->capture_default_str();
+  command->add_option("--json", *json, "File for the record");
+  command->callback([flags, json, &status] { status = RunKernel(*flags, *json); });
+}
+
 }  // namespace
 
 void AddDeviceBenchCommands(CLI::App* bench, absl::Status& status) {
   AddStepCommand(bench, status);
+  AddKernelCommand(bench, status);
 }
 
 void AddPatchesCommand(CLI::App& app) {

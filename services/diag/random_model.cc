@@ -6,6 +6,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/random_fill/random_fill.h"
 #include "services/base/status_macros.h"
 
@@ -38,8 +39,8 @@ absl::StatusOr<std::unique_ptr<RandomModel>> RandomModel::Create(
                            model::DeviceWeights::Random(options.config, out->plan_, options.routed,
                                                         /*seed=*/1, out->device_->exec()));
   ISTHMUS_ASSIGN_OR_RETURN(
-      out->forward_,
-      model::ModelForward::Create(out->weights_->views(), options.arithmetic, options.page_tokens));
+      out->forward_, model::ModelForward::Create(out->weights_->views(), options.arithmetic,
+                                                 options.page_tokens, options.index_key_format));
   ISTHMUS_ASSIGN_OR_RETURN(
       out->pool_, kv::CachePool::Create(out->layout(), TokensPerSequence(options) * options.batch,
                                         static_cast<int32_t>(options.batch), options.device));
@@ -74,6 +75,9 @@ absl::Status RandomModel::FillPlane(std::byte* base, int64_t planes, int64_t str
     case EntryFormat::kStateRow:
       entries.first = {.kind = RandomKind::kF32, .bytes = plane.data_bytes, .limit = 1.7f};
       break;
+    case EntryFormat::kKeyBf16:
+      entries.first = {.kind = RandomKind::kBf16, .bytes = plane.data_bytes, .limit = 1.7f};
+      break;
     default:  // Codes of index keys; fp8 codes without NaN serve for pairs of fp4 as well.
       entries.first = {.kind = RandomKind::kFp8, .bytes = plane.data_bytes};
   }
@@ -86,10 +90,9 @@ absl::Status RandomModel::FillPlane(std::byte* base, int64_t planes, int64_t str
                                     .records = 1,
                                     .first = Scales(int64_t{plane.scale_bytes} * plane.entries),
                                     .seed = seed + 1};
-  if (plane.format != EntryFormat::kKvFp8 && plane.format != EntryFormat::kKeyFp4) {
-    scales.first.kind = RandomKind::kF32;  // A key format with an f32 scale.
-    scales.first.limit = 0.01f;
-    scales.first.offset = 0.02f;
+  if (plane.format == EntryFormat::kKeyFp8) {  // One f32, a power of two.
+    scales.first = {
+        .kind = RandomKind::kF32, .bytes = scales.first.bytes, .limit = 0.0f, .offset = 0x1p-6f};
   }
   return kernels::RandomFill(scales, exec);
 }
@@ -144,6 +147,15 @@ absl::Status RandomModel::MakeBatch() {
   inputs_.logit_rows = {stage_.logit_rows(), rows};
   inputs_.logits = kernels::F32Matrix(logits_.as<float>(), options_.batch, columns);
   return device_->stream().Synchronise();
+}
+
+absl::StatusOr<std::optional<EntryFormat>> ParseKeyFormat(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "fp4") return EntryFormat::kKeyFp4;
+  if (name == "fp8") return EntryFormat::kKeyFp8;
+  if (name == "bf16") return EntryFormat::kKeyBf16;
+  return absl::InvalidArgumentError(
+      absl::StrCat("index keys are \"", name, "\", must be fp4, fp8 or bf16"));
 }
 
 model::ModelConfig MiniatureConfig(int num_layers) {

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -23,6 +25,8 @@ struct RandomModelOptions {
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
   int64_t batch = 1;
   int64_t context = 4096;  // Tokens that every sequence has cached.
+  // Of index keys; unset: the arithmetic's.
+  std::optional<kernels::EntryFormat> index_key_format = std::nullopt;
   int page_tokens = 256;
   int device = 0;
 };
@@ -41,6 +45,8 @@ class RandomModel {
 
   // The inputs of a decode step of the whole batch, in device memory, and where its logits go.
   const model::ModelForward::StepInputs& inputs() const { return inputs_; }
+  // Where the batch's sequences lie, in device memory.
+  const kernels::DeviceBatch& device_batch() const { return device_batch_; }
   // The batch as the forward pass takes it, for its tap.
   const model::ForwardBatch& batch() const { return batch_; }
 
@@ -67,6 +73,9 @@ class RandomModel {
   kernels::DeviceBuffer logits_;
   model::ModelForward::StepInputs inputs_;
 };
+
+// "fp4", "fp8" or "bf16"; empty: none.
+absl::StatusOr<std::optional<kernels::EntryFormat>> ParseKeyFormat(const std::string& name);
 
 // A few layers of every kind, small enough for the emulator.
 model::ModelConfig MiniatureConfig(int num_layers);

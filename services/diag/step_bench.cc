@@ -52,6 +52,7 @@ absl::StatusOr<RandomModelOptions> OptionsOf(const StepBenchFlags& flags) {
       flags.experts == "nvfp4" ? kernels::WeightFormat::kNvfp4 : kernels::WeightFormat::kMxfp4;
   ISTHMUS_ASSIGN_OR_RETURN(options.arithmetic, ParseArithmetic(flags.arithmetic));
   ISTHMUS_ASSIGN_OR_RETURN(options.device, model::ParseDevice(flags.device));
+  ISTHMUS_ASSIGN_OR_RETURN(options.index_key_format, ParseKeyFormat(flags.index_keys));
   options.ranks = flags.tp;
   options.batch = flags.batch;
   options.context = flags.context;
@@ -218,6 +219,7 @@ absl::StatusOr<ordered_json> RunStepBench(const StepBenchFlags& flags) {
                          {"context", flags.context},
                          {"arithmetic", flags.arithmetic},
                          {"experts", flags.experts},
+                         {"index_keys", flags.index_keys},
                          {"batch_invariant", flags.batch_invariant},
                          {"patches", patches.Describe()}};
   std::cout << absl::StreamFormat(

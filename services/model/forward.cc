@@ -61,11 +61,12 @@ absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(const Weights
   return Create(weights->views(), arithmetic, page_tokens);
 }
 
-absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(const ModelViews& views,
-                                                                   Arithmetic arithmetic,
-                                                                   int page_tokens) {
-  ISTHMUS_ASSIGN_OR_RETURN(kernels::KvLayout layout, kernels::KvLayout::Create(GeometryOf(
-                                                         *views.config, arithmetic, page_tokens)));
+absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(
+    const ModelViews& views, Arithmetic arithmetic, int page_tokens,
+    std::optional<kernels::EntryFormat> index_key_format) {
+  kernels::KvGeometry geometry = GeometryOf(*views.config, arithmetic, page_tokens);
+  geometry.index_key_format = index_key_format;
+  ISTHMUS_ASSIGN_OR_RETURN(kernels::KvLayout layout, kernels::KvLayout::Create(geometry));
   std::unique_ptr<ModelForward> forward(new ModelForward(views, arithmetic, std::move(layout)));
   if (views.on_device) ISTHMUS_RETURN_IF_ERROR(forward->PrepareDevice());
   return forward;

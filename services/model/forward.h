@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -80,10 +81,11 @@ class ModelForward : public Forward {
   static absl::StatusOr<std::unique_ptr<ModelForward>> Create(const Weights* weights,
                                                               kernels::Arithmetic arithmetic,
                                                               int page_tokens);
-  // Of views in any memory. ResourceExhausted: no device memory for constants.
-  static absl::StatusOr<std::unique_ptr<ModelForward>> Create(const ModelViews& views,
-                                                              kernels::Arithmetic arithmetic,
-                                                              int page_tokens);
+  // Of views in any memory, with index keys in the arithmetic's format or another one.
+  // ResourceExhausted: no device memory for constants.
+  static absl::StatusOr<std::unique_ptr<ModelForward>> Create(
+      const ModelViews& views, kernels::Arithmetic arithmetic, int page_tokens,
+      std::optional<kernels::EntryFormat> index_key_format = std::nullopt);
   ~ModelForward() override;
 
   absl::Status Run(const ForwardBatch& batch, const kernels::Exec& exec) override;
