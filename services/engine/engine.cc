@@ -8,6 +8,7 @@
 #include "kernels/sampling/sampling.h"
 #include "services/base/check.h"
 #include "services/base/crc32c.h"
+#include "services/base/fault.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::engine {
@@ -18,6 +19,12 @@ Engine::Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions
   if (exec_.workspace == nullptr) exec_.workspace = &workspace_;
   sampling_exec_.threads = exec_.threads;
   sampling_exec_.workspace = kernels::IsDevice(exec_.arch) ? &workspace_ : exec_.workspace;
+}
+
+// A device that answers nothing but errors any more fails every later step as well.
+absl::Status Engine::ScopeOf(absl::Status status) const {
+  if (status.ok() || !kernels::IsDevice(exec_.arch) || !kernels::IsStickyError()) return status;
+  return WithFaultScope(std::move(status), FaultScope::kDevice);
 }
 
 absl::Status Engine::TakeLogits(int64_t count) {
@@ -125,16 +132,19 @@ absl::Status Engine::Step(std::span<Sequence* const> sequences) {
   ISTHMUS_RETURN_IF_ERROR(Gather(parts, pass));
   const int64_t vocab = forward_->vocab_size();
   const auto num_rows = static_cast<int64_t>(pass.logit_rows.size());
+  // Steps may come from another thread than the one that made the engine.
+  if (kernels::IsDevice(exec_.arch)) ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool_->device()));
   ISTHMUS_RETURN_IF_ERROR(TakeLogits(num_rows * vocab));
   kernels::Exec exec = exec_;
   exec.phase = pass.tokens.size() == parts.size() ? kPhaseDecode : kPhasePrefill;
-  ISTHMUS_RETURN_IF_ERROR(forward_->Run({.tokens = pass.tokens,
-                                         .sequences = pass.views,
-                                         .logit_rows = pass.logit_rows,
-                                         .logits = kernels::F32Matrix(logits_, num_rows, vocab),
-                                         .accepted = pass.accepted,
-                                         .accepted_limits = pass.limits},
-                                        exec));
+  ISTHMUS_RETURN_IF_ERROR(
+      ScopeOf(forward_->Run({.tokens = pass.tokens,
+                             .sequences = pass.views,
+                             .logit_rows = pass.logit_rows,
+                             .logits = kernels::F32Matrix(logits_, num_rows, vocab),
+                             .accepted = pass.accepted,
+                             .accepted_limits = pass.limits},
+                            exec)));
   ISTHMUS_RETURN_IF_ERROR(Sample(pass));
   Commit(pass, ++num_steps_);
 #ifdef ISTHMUS_CHECK_INVARIANTS

@@ -48,7 +48,7 @@ class Engine {
   // One step of what PlanStep (scheduler.h) chooses of `sequences`. A sequence that is then caught
   // up gains one token, or several when the forward pass drafts them, and may be finished: the end
   // token and max_tokens cut what it gains. Finished sequences must not be given. On an error no
-  // sequence has advanced.
+  // sequence has advanced; scope device: no later step can succeed either.
   absl::Status Step(std::span<Sequence* const> sequences);
 
   const EngineOptions& options() const { return options_; }
@@ -59,6 +59,7 @@ class Engine {
   struct Pass;  // One forward pass of a step and what it yields.
 
   absl::Status TakeLogits(int64_t count);
+  absl::Status ScopeOf(absl::Status status) const;
   absl::Status Gather(std::span<const StepPart> parts, Pass& pass);
   absl::Status Sample(Pass& pass);
   static void Commit(Pass& pass, uint64_t step);

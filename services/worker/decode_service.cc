@@ -125,11 +125,23 @@ absl::StatusOr<uint64_t> DecodeService::Verify(const v1::HandoffCall& call, Tran
                                                    call.max_output_tokens(), ", want 1 to ",
                                                    transfer.call.max_output_tokens()));
   }
-  const std::vector<transfer::ExpectedGroup> groups =
+  std::vector<transfer::ExpectedGroup> groups =
       GroupsOf(worker_->pool(), transfer.cache, static_cast<int64_t>(reserved));
-  return transfer::VerifyGroups(handoff, groups, [&](const transfer::ExpectedGroup& group) {
-    return DigestOf(handoff.transfer_id(), group);
-  });
+  PageStaging* const staging = worker_->staging();
+  if (staging != nullptr) {  // The bytes have landed in the mirrors.
+    for (transfer::ExpectedGroup& group : groups) {
+      group.bytes = {staging->MirrorOf(group.bytes.data()), group.bytes.size()};
+    }
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(
+      const uint64_t verified,
+      transfer::VerifyGroups(handoff, groups, [&](const transfer::ExpectedGroup& group) {
+        return DigestOf(handoff.transfer_id(), group);
+      }));
+  if (staging != nullptr) {
+    ISTHMUS_RETURN_IF_ERROR(staging->CopyUp(transfer.cache, static_cast<int64_t>(reserved)));
+  }
+  return verified;
 }
 
 absl::StatusOr<v1::HandoffReply> DecodeService::Handoff(const v1::HandoffCall& call) {

@@ -50,9 +50,40 @@ absl::Status PromptPush::PushRest(absl::Time deadline) {
 }
 
 absl::Status PromptPush::PushUnits(size_t end, absl::Time deadline) {
+  if (num_pushed_ >= end) return absl::OkStatus();
+  std::vector<Unit> units(units_.begin() + static_cast<int64_t>(num_pushed_),
+                          units_.begin() + static_cast<int64_t>(end));
+  num_pushed_ = end;
+  if (staging_ == nullptr) return PushInHostMemory(std::move(units), deadline);
+  // Down into pinned memory first; the units then mean the copies.
+  std::vector<std::pair<const std::byte*, int64_t>> pieces;
+  int64_t bytes = 0;
+  for (const Unit& unit : units) {
+    pieces.emplace_back(unit.span.bytes.data(), static_cast<int64_t>(unit.span.bytes.size()));
+    bytes += pieces.back().second;
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(kernels::PinnedBuffer buffer, staging_->Borrow(bytes));
+  absl::Status status = staging_->CopyDown(pieces, buffer);
+  if (status.ok()) {
+    const std::byte* at = buffer.data();
+    for (Unit& unit : units) {
+      const std::byte* const start = unit.span.bytes.data();
+      for (transfer::ExpectedGroup& group : unit.groups) {
+        group.bytes = {at + (group.bytes.data() - start), group.bytes.size()};
+      }
+      unit.span.bytes = {at, unit.span.bytes.size()};
+      at += unit.span.bytes.size();
+    }
+    status = PushInHostMemory(std::move(units), deadline);
+  }
+  // A write that was given up may still read the memory: such a buffer is not used again.
+  if (status.ok()) staging_->GiveBack(std::move(buffer));
+  return status;
+}
+
+absl::Status PromptPush::PushInHostMemory(std::vector<Unit> units, absl::Time deadline) {
   std::vector<transfer::PageSpan> spans;
-  for (; num_pushed_ < end; ++num_pushed_) {
-    const Unit& unit = units_[num_pushed_];
+  for (const Unit& unit : units) {
     spans.push_back(unit.span);
     for (const transfer::ExpectedGroup& group : unit.groups) {
       v1::PageGroupDigest& digest = digests_.emplace_back();
@@ -64,7 +95,6 @@ absl::Status PromptPush::PushUnits(size_t end, absl::Time deadline) {
       digest.set_crc32c(DigestOf(transfer_id_, group));
     }
   }
-  if (spans.empty()) return absl::OkStatus();
   last_posted_ = clock_->Now();
   const absl::Status status = pusher_.Push(spans, deadline);
   write_time_ += clock_->Now() - last_posted_;

@@ -53,12 +53,15 @@ class PromptPush {
 
   PromptPush(Worker& worker, std::string transfer_id, transfer::Pusher pusher)
       : clock_(&worker.clock()),
+        staging_(worker.staging()),
         page_tokens_(worker.pool().layout().geometry.page_tokens),
         transfer_id_(std::move(transfer_id)),
         pusher_(std::move(pusher)) {}
   absl::Status PushUnits(size_t end, absl::Time deadline);
+  absl::Status PushInHostMemory(std::vector<Unit> units, absl::Time deadline);
 
   Clock* clock_;
+  PageStaging* staging_;  // Null when pages lie in host memory.
   int64_t page_tokens_;
   std::string transfer_id_;
   transfer::Pusher pusher_;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/worker/step_loop.h"
 
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "services/base/check.h"
 #include "services/base/fault.h"
 #include "services/base/log.h"
 
@@ -114,6 +116,11 @@ absl::Status StepLoop::StepThese(std::vector<Entry*> entries) {
     before.push_back({entry->sequence.cache.num_tokens(), entry->sequence.tokens.size()});
   }
   const absl::Status status = engine_->Step(sequences);
+  if (FaultScopeOf(status) == FaultScope::kDevice) {
+    // Whoever supervises this process starts another one; routers retry elsewhere meanwhile.
+    const std::string last_word = absl::StrCat("the device is lost: ", status.message());
+    CheckFailed(__FILE__, __LINE__, last_word.c_str());
+  }
   if (!status.ok()) return status;
   for (size_t i = 0; i < entries.size(); ++i) FinishStep(*entries[i], before[i]);
   return absl::OkStatus();

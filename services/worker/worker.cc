@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/patches.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
@@ -56,14 +57,15 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(const WorkerConfig& confi
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Assemble(const WorkerConfig& config,
                                                          v1::WorkerRole role, WorkerParts parts,
                                                          Clock& clock) {
-  // No patch exists yet, so the list of known ones is empty and any name is refused.
-  ISTHMUS_RETURN_IF_ERROR(PatchSet::Resolve({}, config.patches).status());
+  ISTHMUS_ASSIGN_OR_RETURN(PatchSet patches,
+                           PatchSet::Resolve(kernels::AllPatches(), config.patches));
   if (config.quarantine_time <= config.transfer_timeout) {
     return absl::InvalidArgumentError(absl::StrCat(
         "quarantine_time: is ", absl::FormatDuration(config.quarantine_time),
         ", want longer than transfer.timeout, ", absl::FormatDuration(config.transfer_timeout)));
   }
   std::unique_ptr<Worker> worker(new Worker(config, clock));
+  worker->patches_ = std::move(patches);
   worker->transport_ = std::move(parts.transport);
   ISTHMUS_RETURN_IF_ERROR(worker->TakeModel(parts));
   ISTHMUS_RETURN_IF_ERROR(worker->Publish(parts.incarnation, role));
@@ -115,25 +117,46 @@ absl::Status Worker::LoadCheckpoint() {
                                                               : std::clamp(processors, 1, 64));
   model::WeightOptions options;
   if (config_.index_topk > 0) options.index_topk = config_.index_topk;
+  ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(config_.device));
+  if (device >= 0) options.residency = model::WeightOptions::kMapped;
   const auto arithmetic =
       config_.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
   ISTHMUS_ASSIGN_OR_RETURN(weights_,
                            model::Weights::Load(config_.checkpoint, options, threads_.get()));
+  model::ModelViews views = weights_->views();
+  if (device >= 0) {
+    ISTHMUS_RETURN_IF_ERROR(OpenDevice(device));
+    views = device_weights_->views();
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(forward_,
+                           model::ModelForward::Create(views, arithmetic, config_.page_tokens));
+  return absl::OkStatus();
+}
+
+absl::Status Worker::OpenDevice(int device) {
+  ISTHMUS_ASSIGN_OR_RETURN(device_, model::DeviceContext::Open(device));
   ISTHMUS_ASSIGN_OR_RETURN(
-      forward_, model::ModelForward::Create(weights_.get(), arithmetic, config_.page_tokens));
+      device_weights_, model::DeviceWeights::Upload(*weights_, /*plan=*/nullptr, threads_.get()));
+  LogInfo("the weights are on the device", {{"device", config_.device},
+                                            {"name", device_->properties().name},
+                                            {"bytes", device_weights_->bytes()}});
   return absl::OkStatus();
 }
 
 absl::Status Worker::BuildEngine(int32_t end_token_id) {
+  const int device = device_ != nullptr ? device_->device() : kv::kHostMemory;
   ISTHMUS_ASSIGN_OR_RETURN(pool_, kv::CachePool::Create(forward_->layout(), config_.cache_tokens,
-                                                        config_.max_sequences));
+                                                        config_.max_sequences, device));
   engine::EngineOptions options;
   options.chunk_tokens = config_.chunk_tokens;
   options.max_batch_tokens = config_.max_batch_tokens;
   options.eos_token_id = end_token_id;
   kernels::Exec exec;
-  exec.threads = threads_.get();
   exec.workspace = &workspace_;
+  if (device_ != nullptr) exec = device_->exec();
+  exec.threads = threads_.get();
+  exec.patches = &patches_;
+  exec.batch_invariant = config_.batch_invariant;
   engine_ = std::make_unique<engine::Engine>(forward_.get(), pool_.get(), options, exec);
   // Every sequence holds a state slot, so neither the inbox nor the batch can overflow.
   const auto max_sequences = static_cast<size_t>(config_.max_sequences);
@@ -144,10 +167,14 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
 absl::Status Worker::Publish(uint64_t incarnation, v1::WorkerRole role) {
   card_.set_incarnation(incarnation != 0 ? incarnation : rpc::NewIncarnation());
   card_.set_transfer_lane(transport_->lane());
+  if (device_ != nullptr) {
+    ISTHMUS_ASSIGN_OR_RETURN(staging_,
+                             PageStaging::Create(pool_.get(), role == v1::WORKER_ROLE_DECODE));
+  }
   if (role != v1::WORKER_ROLE_DECODE) return absl::OkStatus();
   ISTHMUS_ASSIGN_OR_RETURN(
       *card_.mutable_transfer(),
-      transport_->Publish(RegionsOf(*pool_),
+      transport_->Publish(staging_ != nullptr ? staging_->regions() : RegionsOf(*pool_),
                           {card_.incarnation(), forward_->layout().fingerprint}));
   return absl::OkStatus();
 }

@@ -12,11 +12,15 @@
 #include "kvtransfer/transport.h"
 #include "proto/cluster.pb.h"
 #include "services/base/clock.h"
+#include "services/base/patch.h"
 #include "services/base/thread.h"
 #include "services/base/thread_pool.h"
 #include "services/engine/engine.h"
+#include "services/model/device_context.h"
+#include "services/model/device_weights.h"
 #include "services/model/forward.h"
 #include "services/model/weights.h"
+#include "services/worker/page_staging.h"
 #include "services/worker/step_loop.h"
 #include "services/worker/worker_config.h"
 
@@ -68,6 +72,8 @@ class Worker {
   const kv::CachePool& pool() const { return *pool_; }
   StepLoop& loop() { return *loop_; }
   transfer::Transport& transport() { return *transport_; }
+  // What pages of a GPU travel through; null when pages lie in host memory.
+  PageStaging* staging() { return staging_.get(); }
   Clock& clock() { return clock_; }
 
   // FailedPrecondition unless the worker has `role`: both roles are named.
@@ -86,6 +92,7 @@ class Worker {
   Worker(const WorkerConfig& config, Clock& clock) : config_(config), clock_(clock) {}
   absl::Status TakeModel(WorkerParts& parts);
   absl::Status LoadCheckpoint();
+  absl::Status OpenDevice(int device);
   absl::Status BuildEngine(int32_t end_token_id);
   absl::Status Publish(uint64_t incarnation, v1::WorkerRole role);
   void FillCard(v1::WorkerRole role);
@@ -95,9 +102,13 @@ class Worker {
   Clock& clock_;
   std::unique_ptr<ThreadPool> threads_;
   kernels::Workspace workspace_;
+  PatchSet patches_;
+  std::unique_ptr<model::DeviceContext> device_;  // Null on the CPU.
   std::unique_ptr<model::Weights> weights_;
+  std::unique_ptr<model::DeviceWeights> device_weights_;
   std::unique_ptr<model::Forward> forward_;
   std::unique_ptr<kv::CachePool> pool_;
+  std::unique_ptr<PageStaging> staging_;
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<StepLoop> loop_;
   std::unique_ptr<transfer::Transport> transport_;

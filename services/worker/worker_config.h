@@ -22,6 +22,8 @@ struct WorkerConfig {
   std::string log_level = "info";
   std::string model_kind = "checkpoint";
   std::string checkpoint;
+  std::string device = "cpu";
+  bool batch_invariant = false;
   std::string arithmetic = "reference";
   int32_t index_topk = 0;
   int32_t page_tokens = 256;
@@ -69,6 +71,10 @@ struct WorkerConfig {
           "scripted: no model, tokens from a seed, for tests of the machinery.");
     visit("checkpoint", checkpoint, AnyValue{},
           "Directory with config.json, model.safetensors.index.json and the shards.");
+    visit("device", device, AnyValue{},
+          "Where the model runs: cpu, or a GPU by its number, as in cuda:0.");
+    visit("batch_invariant", batch_invariant, AnyValue{},
+          "A GPU's bits of a sequence do not depend on what else runs; slower.");
     visit("arithmetic", arithmetic, OneOf{{"math", "reference"}},
           "reference rounds as the model's author does; math does not. Equal on all workers.");
     visit("model.index_topk", index_topk, Range<int32_t>{0, 1 << 20},
