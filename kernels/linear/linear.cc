@@ -48,6 +48,11 @@ bool FitsTensorCores(const LinearArgs& args) {
   return w.format == WeightFormat::kFp8Block128;
 }
 
+// Tiles of 128 x 128, each of which a launch may count with.
+int64_t OutputTiles(const LinearArgs& args) {
+  return (args.x.rows + 127) / 128 * ((args.weight.rows + 127) / 128);
+}
+
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr LinearVariant kVariants[] = {
     {&kSwapAb, kSm90Up, FitsSwapAb, LaunchLinearSwapAb, LaunchLinearManySwapAb},
@@ -144,10 +149,7 @@ bool FitsSwapAb(const LinearArgs& args) {
   return args.x.rows >= 1 && args.x.rows <= kSwapAbTokens && FitsTensorCores(args);
 }
 bool FitsTilesLarge(const LinearArgs& args) {
-  // A counter for each tile of the output.
-  const int64_t tiles = (args.x.rows + 127) / 128 * ((args.weight.rows + 127) / 128);
-  return args.x.rows > kSwapAbTokens && tiles * kMaxLinearsTogether <= kNumCounters &&
-         FitsTensorCores(args);
+  return args.x.rows > kSwapAbTokens && OutputTiles(args) <= kNumCounters && FitsTensorCores(args);
 }
 
 bool RunTogether(const LinearArgs& a, const LinearArgs& b) {
@@ -162,9 +164,12 @@ absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec) {
     ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant,
                              Choose(LinearVariants(), linears[0], exec));
     size_t count = 1;
+    int64_t tiles = OutputTiles(linears[0]);
     if (variant->launch_many != nullptr) {
       while (count < std::min(linears.size(), kMaxLinearsTogether) &&
              RunTogether(linears[0], linears[count]) && variant->supports(linears[count])) {
+        tiles += OutputTiles(linears[count]);
+        if (tiles > kNumCounters) break;
         ++count;
       }
     }

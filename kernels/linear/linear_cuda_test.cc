@@ -268,6 +268,20 @@ TEST(LinearManyCudaTest, GivesWhatLinearGivesOneByOne) {
   }
 }
 
+TEST(LinearManyCudaTest, TilesTakeTheLargestProjectionOfAPrefillChunk) {
+  LinearArgs args;
+  args.x.rows = 8192;
+  args.weight.format = WeightFormat::kFp8Block128;
+  args.weight.layout = WeightLayout::kMmaTiles;
+  args.weight.rows = 32768;
+  args.weight.cols = 1024;
+  args.quantise_input = true;
+  EXPECT_TRUE(FitsTilesLarge(args));
+  EXPECT_FALSE(FitsSwapAb(args));
+  args.weight.first_col = 32;
+  EXPECT_FALSE(FitsTilesLarge(args));
+}
+
 // A linear that takes the codes of an input quantised before gives the same bits.
 TEST(LinearManyCudaTest, TakesAnInputThatWasQuantisedBefore) {
   ISTHMUS_REQUIRE_DEVICE();
