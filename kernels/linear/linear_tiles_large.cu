@@ -25,6 +25,9 @@ constexpr int kThreads = kLinearConsumers + 4 * kWarpLanes;
 constexpr int kWarpsAlongRows = kUnitRowTiles / kWarpRowTiles;
 static_assert(kWarpsAlongRows * (kTokenTiles / kWarpTokenTiles) == kLinearWarps);
 
+// Packed tokens of one launch, at most: eight inputs of a long prompt would be a gigabyte.
+constexpr int64_t kMaxPackedBytes = int64_t{256} << 20;
+
 // The words of a unit and its tail; the low parts use a stage of their own.
 template <Product kProduct>
 constexpr int kStageBytes = kUnitWeightBytes +
@@ -236,18 +239,19 @@ absl::Status LaunchTiles(const StreamArgs& args, int blocks, const Exec& exec) {
                 exec, LinearTiles<kProduct>, args);
 }
 
-// A row's bits must be those that it has alone: as linear.swap_ab computes them, 64 at a time.
-absl::Status LaunchInvariant(std::span<const LinearArgs> linears, const Exec& exec) {
+// Runs `launch` over `count` tokens at a time.
+absl::Status LaunchInParts(std::span<const LinearArgs> linears, int64_t count,
+                           absl::Status (*launch)(std::span<const LinearArgs>, const Exec&),
+                           const Exec& exec) {
   const int64_t tokens = linears[0].x.rows;
-  for (int64_t t = 0; t < tokens; t += kSwapAbTokens) {
-    const int64_t count = std::min(kSwapAbTokens, tokens - t);
+  for (int64_t t = 0; t < tokens; t += count) {
     std::array<LinearArgs, kMaxLinearsTogether> some;
     for (size_t i = 0; i < linears.size(); ++i) {
       some[i] = linears[i];
-      some[i].x = linears[i].x.Rows(t, count);
-      some[i].out = linears[i].out.Rows(t, count);
+      some[i].x = linears[i].x.Rows(t, std::min(count, tokens - t));
+      some[i].out = linears[i].out.Rows(t, std::min(count, tokens - t));
     }
-    ISTHMUS_RETURN_IF_ERROR(LaunchLinearManySwapAb({some.data(), linears.size()}, exec));
+    ISTHMUS_RETURN_IF_ERROR(launch({some.data(), linears.size()}, exec));
   }
   return absl::OkStatus();
 }
@@ -259,14 +263,22 @@ absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, con
   if (exec.counters == nullptr || exec.workspace == nullptr) {
     return absl::FailedPreconditionError("linear: a GPU needs exec.counters and exec.workspace");
   }
-  if (exec.batch_invariant) return LaunchInvariant(linears, exec);
+  // A row's bits must be those that it has alone: as linear.swap_ab computes them.
+  if (exec.batch_invariant) {
+    return LaunchInParts(linears, kSwapAbTokens, LaunchLinearManySwapAb, exec);
+  }
   const Product product = ProductOf(linears[0]);
   StreamPlan plan = PlanStream(linears, kTokenTiles, exec);
   const StreamArgs& stream = plan.stream;
+  const int64_t block_bytes =
+      int64_t{plan.inputs} * stream.row_units * UnitBytes(product, kTokenTiles);
+  const int64_t most_blocks = std::max<int64_t>(1, kMaxPackedBytes / block_bytes);
+  if (stream.token_blocks > most_blocks) {
+    return LaunchInParts(linears, most_blocks * 8 * kTokenTiles, LaunchLinearManyTilesLarge, exec);
+  }
   const int blocks = std::min(exec.num_sms, stream.num_units);
   Workspace::Scope scope(exec.workspace);
-  plan.pack.units = scope.Take<uint8_t>(int64_t{plan.inputs} * stream.token_blocks *
-                                        stream.row_units * UnitBytes(product, kTokenTiles));
+  plan.pack.units = scope.Take<uint8_t>(block_bytes * stream.token_blocks);
   plan.stream.units = plan.pack.units;
   plan.stream.partials =
       scope.Take<float>(int64_t{blocks} * 2 * kLinearWarps * kFragments * 4 * kWarpLanes);
