@@ -20,8 +20,7 @@ bool SupportsAttentionMma(const AttentionArgs& args) {
   };
   const auto fits = [](const EntryPlane& plane) {
     return plane.format == EntryFormat::kKvFp8 && plane.data_offset % 16 == 0 &&
-           plane.data_bytes % 16 == 0 && plane.scale_offset % 2 == 0 &&
-           plane.scale_bytes % 2 == 0 && plane.scale_offset < int64_t{1} << 31;
+           plane.data_bytes % 16 == 0 && plane.scale_offset % 8 == 0 && plane.scale_bytes == 8;
   };
   return args.head_dim == 512 && args.rope_dim == 64 && args.arithmetic == Arithmetic::kReference &&
          is_aligned(args.q) && is_aligned(args.out) && fits(args.window_plane) &&

@@ -36,6 +36,8 @@ inline constexpr int kKeyTiles = kTile / 8;
 inline constexpr int kTileBytes = kTile * kEntryBytes;
 inline constexpr int kEightBytes = 8 * kEntryBytes;
 inline constexpr int kStages = 2;
+inline constexpr int kScaleBytes = 8;
+inline constexpr int kKindTiles = 4;  // Tiles between the first step of a key and its use, and it.
 inline constexpr int kSliceChunks = 8;  // 16-byte pieces of two fp8 blocks.
 inline constexpr float kLog2E = 1.44269504f;
 
@@ -78,6 +80,13 @@ struct OwnedHeads {
   float sum = 0.0f;  // Of weights, of this lane's keys.
 };
 
+// How far the lanes have followed their keys, see attention_keys.cuh.
+struct KeyQueue {
+  int kind[kKindTiles][kThreads];
+  const std::byte* page[2][kThreads];
+  alignas(8) std::byte scales[2][kThreads][kScaleBytes];
+};
+
 // Shared memory of a block.
 template <int kMTiles>
 struct Shared {
@@ -94,6 +103,7 @@ struct Shared {
   AddedRow added_row;
   int largest_exponent[kWarps][2];  // [w][b]: of the scales seen, the unit of the output's sums.
   RowKeys keys;
+  KeyQueue queue;
   OwnedHeads heads[kOwners][kWarpLanes];
   unsigned turn;
 };
@@ -140,56 +150,76 @@ __device__ __forceinline__ float4 LoadStep(const DeviceAttention& args, int64_t 
   return LoadQ(args, row * args.q_stride + int64_t{head} * kHeadDim + d);
 }
 
-// The warp's slice of q as A fragments, each head multiplied by a power of two that brings its
-// largest value near 2^10, so that f16 holds it. `unscale` is the inverse for head
-// 16 (w / 2) + 8 (w % 2) + g, whose scores the warp owns. q is read twice, the second time from L1.
+// The largest value of each head in the warp's slice of q, to head_max.
 template <int kMTiles>
-__device__ __forceinline__ void LoadQueries(const DeviceAttention& args, int64_t row,
-                                            int first_head, Shared<kMTiles>& shared,
-                                            uint32_t (&q)[2][4][kMTiles][4], float* unscale) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+__device__ __forceinline__ void FindHeadMax(const DeviceAttention& args, int64_t row,
+                                            int first_head, Shared<kMTiles>& shared) {
+  const int lane = FreshLane();
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int g = lane / 4;
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m) {
+  for (int eight = 0; eight < 2 * kMTiles; ++eight) {
+    const int h = 8 * eight + lane / 4;
+    float max = 0.0f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int h = 16 * m + 8 * half + g;
-      float max = 0.0f;
+    for (int i = 0; i < 8; ++i) {
+      const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
+      max = fmaxf(max, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    }
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+    if (lane % 4 == 0) shared.head_max[warp][h] = max;
+  }
+}
+
+// The warp's slice of q, to where its A fragments lie for a moment, in the memory of the tiles.
+// Each head is multiplied by a power of two that brings its largest value near 2^10, so that f16
+// holds it. Returns the inverse for the lane's head of those whose scores the warp owns. After a
+// barrier behind FindHeadMax, which has brought q to L1.
+template <int kMTiles>
+__device__ __forceinline__ float ConvertQueries(const DeviceAttention& args, int64_t row,
+                                                int first_head, Shared<kMTiles>& shared) {
+  static_assert(sizeof(shared.tile) >= kThreads * 8 * kMTiles * sizeof(uint4));
+  const int lane = FreshLane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  auto* fragments = reinterpret_cast<uint2*>(shared.tile);
+  float unscale = 0.0f;
+#pragma unroll 1
+  for (int eight = 0; eight < 2 * kMTiles; ++eight) {
+    const int h = 8 * eight + lane / 4;
+    const float max = fmaxf(fmaxf(shared.head_max[0][h], shared.head_max[1][h]),
+                            fmaxf(shared.head_max[2][h], shared.head_max[3][h]));
+    int shift = 10 - (static_cast<int>(__float_as_uint(max) >> 23) - 127);
+    shift = shift > 100 ? 100 : shift;
+    const float factor = PowerOfTwo(shift);
+    if (warp == eight) unscale = PowerOfTwo(-shift);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
-        max = fmaxf(max, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
-      }
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
-      if (lane % 4 == 0) shared.head_max[warp][h] = max;
+    for (int i = 0; i < 8; ++i) {
+      const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
+      const bool is_bf16 = warp == kBf16Warp && i >= 4;
+      fragments[((warp * 8 + i) * 2 * kMTiles + eight) * kWarpLanes + lane] =
+          is_bf16 ? make_uint2(Bf16Pair(v.x * factor, v.y * factor),
+                               Bf16Pair(v.z * factor, v.w * factor))
+                  : make_uint2(F16Pair(v.x * factor, v.y * factor),
+                               F16Pair(v.z * factor, v.w * factor));
     }
   }
-  __syncthreads();
+  return unscale;
+}
+
+// What the same warp has converted.
+template <int kMTiles>
+__device__ __forceinline__ void ReadQueries(const Shared<kMTiles>& shared,
+                                            uint32_t (&q)[2][4][kMTiles][4]) {
+  const int lane = FreshLane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const auto* fragments = reinterpret_cast<const uint2*>(shared.tile);
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m) {
+  for (int i = 0; i < 8; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int h = 16 * m + 8 * half + g;
-      const float max = fmaxf(fmaxf(shared.head_max[0][h], shared.head_max[1][h]),
-                              fmaxf(shared.head_max[2][h], shared.head_max[3][h]));
-      int shift = 10 - (static_cast<int>(__float_as_uint(max) >> 23) - 127);
-      shift = shift > 100 ? 100 : shift;
-      const float factor = PowerOfTwo(shift);
-      if (warp == 2 * m + half) *unscale = PowerOfTwo(-shift);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
-        uint32_t(&words)[4] = q[i / 4][i % 4][m];
-        if (warp == kBf16Warp && i >= 4) {
-          words[half] = Bf16Pair(v.x * factor, v.y * factor);
-          words[half + 2] = Bf16Pair(v.z * factor, v.w * factor);
-        } else {
-          words[half] = F16Pair(v.x * factor, v.y * factor);
-          words[half + 2] = F16Pair(v.z * factor, v.w * factor);
-        }
-      }
+    for (int eight = 0; eight < 2 * kMTiles; ++eight) {
+      const uint2 words = fragments[((warp * 8 + i) * 2 * kMTiles + eight) * kWarpLanes + lane];
+      q[i / 4][i % 4][eight / 2][eight % 2] = words.x;
+      q[i / 4][i % 4][eight / 2][eight % 2 + 2] = words.y;
     }
   }
 }

@@ -223,6 +223,29 @@ __device__ void CombineSplits(const DeviceAttention& args, int64_t row, int firs
   }
 }
 
+// The factors of the lane's key, for scores and for values.
+template <int kMTiles>
+__device__ __forceinline__ void PrepareFactors(int kind, int tile, Shared<kMTiles>& shared,
+                                               float (&o)[2][kMTiles][8][4]) {
+  const int lane = FreshLane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const bool has_key = kind != kNoKey;
+  Exponents exponents;
+  if (kind == kAddedRow) {
+    exponents = ExponentsOf(shared.added_row.scale);
+  } else if (has_key) {
+    exponents = ExponentsOf(shared.queue.scales[tile % 2][threadIdx.x]);
+  }
+  shared.key_factor[warp][0][lane] = ClampedPower(exponents.of[0] - exponents.of[1]);
+  shared.key_factor[warp][1][lane] = ClampedPower(exponents.of[1]);
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    if (warp == kBf16Warp && b == 1) continue;
+    shared.value_factor[warp][b][lane] =
+        ValueFactor<kMTiles>(exponents.of[b], has_key, &shared.largest_exponent[warp][b], o[b]);
+  }
+}
+
 // The split's keys, from tile `first`: adds to o and to what the owners know.
 template <int kMTiles>
 __device__ __forceinline__ void AttendTiles(const DeviceAttention& args, int first,
@@ -230,59 +253,32 @@ __device__ __forceinline__ void AttendTiles(const DeviceAttention& args, int fir
                                             Shared<kMTiles>& shared, float (&o)[2][kMTiles][8][4]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const RowKeys& keys = shared.keys;
-  const int first_lane_key = first * kTile + FreshLane();
-  const int first_kind = KindOf(args, keys, first_lane_key);
-  const int second_kind = KindOf(args, keys, first_lane_key + kTile);
-  int kind = KindOf(args, keys, first_lane_key + 2 * kTile);
-  const Place first_place = PlaceOf(args, keys, first_kind);
-  Place place = PlaceOf(args, keys, second_kind);
-  CopySlice(args, first_place, shared.tile[first % kStages]);
-  uint32_t scales = LoadScales(first_place);
+  KeyQueue& queue = shared.queue;
   for (int i = first; i * kTile < keys.num_keys; ++i) {
     unsigned char* tile = shared.tile[i % kStages];
-    const int lane = FreshLane();
-    __syncwarp();  // The other stage has been read.
+    WaitForCopies<0>();
+    __syncwarp();  // Also: the warp has read what is overwritten from here.
     if ((i + 1) * kTile < keys.num_keys) {
-      CopySlice(args, place, shared.tile[(i + 1) % kStages]);
-    } else {
-      CommitCopies();
+      FetchSlice(args, queue, i + 1, shared.tile[(i + 1) % kStages]);
+      FetchPage(args, keys, queue, i + 2);
+      FetchKind(args, keys, queue, i + 3);
     }
-    const uint32_t next_scales = LoadScales(place);
-    WaitForCopies<1>();
-    __syncwarp();
+    CommitCopies();
+    const int kind = KindIn(queue, i);
+    if (__any_sync(kFullWarp, kind != kNoKey ? 1 : 0) == 0) continue;  // The same in all warps.
     const int added_key = keys.num_window - 1 - i * kTile;
     if (keys.chunk_entries == nullptr && added_key >= 0 && added_key < kTile) {
-      const uint32_t added_scales = CopyAddedRow(shared.added_row, added_key, tile);
-      if (lane == added_key) scales = added_scales;
+      CopyAddedRow(shared.added_row, added_key, tile);
     }
-    const bool has_key = (scales & kHasKey) != 0;
-    const uint32_t valid = __ballot_sync(kFullWarp, has_key ? 1 : 0);
-    if (valid != 0) {  // The same in all warps.
-      const int exponent0 = static_cast<int>(scales & 0xffu) - 127;
-      const int exponent1 = warp == kBf16Warp ? 0 : static_cast<int>(scales >> 8 & 0xffu) - 127;
-      shared.key_factor[warp][0][lane] = ClampedPower(exponent0 - exponent1);
-      shared.key_factor[warp][1][lane] = ClampedPower(exponent1);
-      shared.value_factor[warp][0][lane] =
-          ValueFactor<kMTiles>(exponent0, has_key, &shared.largest_exponent[warp][0], o[0]);
-      if (warp != kBf16Warp) {
-        shared.value_factor[warp][1][lane] =
-            ValueFactor<kMTiles>(exponent1, has_key, &shared.largest_exponent[warp][1], o[1]);
-      }
-      __syncwarp();
-      ShareScores<kMTiles>(tile, q, shared);
-      __syncthreads();
-      if (warp < Shared<kMTiles>::kOwners) WeighKeys<kMTiles>(shared, valid);
-      __syncthreads();
-    }
-    place = PlaceOf(args, keys, kind);
-    kind = KindOf(args, keys, (i + 3) * kTile + FreshLane());
-    if (valid != 0) {
-      RescaleValues<kMTiles>(shared, o);
-      AddTileValues<kMTiles>(tile, shared, o);
-    }
-    scales = next_scales;
+    PrepareFactors<kMTiles>(kind, i, shared, o);
+    __syncwarp();
+    ShareScores<kMTiles>(tile, q, shared);
+    __syncthreads();
+    if (warp < Shared<kMTiles>::kOwners) WeighKeys<kMTiles>(shared, ValidKeys(queue, i));
+    __syncthreads();
+    RescaleValues<kMTiles>(shared, o);
+    AddTileValues<kMTiles>(tile, shared, o);
   }
-  WaitForCopies<0>();
 }
 
 template <int kMTiles>
@@ -333,6 +329,21 @@ __device__ __forceinline__ void FinishSplit(const DeviceAttention& args, const S
                          reinterpret_cast<float2*>(shared.share));
 }
 
+// Nothing seen yet. `factor` turns the lane's owned head's sums of q k into scores.
+template <int kMTiles>
+__device__ __forceinline__ void StartHeads(Shared<kMTiles>& shared, float factor) {
+  const int lane = FreshLane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  if (lane < 2) {  // The bf16 block has scale 1.
+    shared.largest_exponent[warp][lane] = warp == kBf16Warp && lane == 1 ? 0 : kUnset;
+  }
+  if (warp < Shared<kMTiles>::kOwners) {
+    OwnedHeads heads;
+    heads.factor = factor;
+    shared.heads[warp][lane] = heads;
+  }
+}
+
 // Grid: rows * max_splits * groups. Block: kThreads. Shared memory: Shared<kMTiles>. Two blocks to
 // an SM.
 template <int kMTiles>
@@ -365,24 +376,28 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void AttendOnTensorCores(De
   keys.row = row;
   keys.splits = splits;
   if (threadIdx.x == 0) shared.keys = keys;
+  // While q is on its way and converted, the first keys are found.
+  for (int i = 0; i < kKindTiles - 1; ++i) FetchKind(args, keys, shared.queue, first + i);
+  CommitCopies();
+  const int first_head = FirstHead<kMTiles>(plan);
+  FindHeadMax<kMTiles>(args, row, first_head, shared);
+  WaitForCopies<0>();
+  for (int i = 0; i < 2; ++i) FetchPage(args, keys, shared.queue, first + i);
+  CommitCopies();
   const int added_tile = (keys.num_window - 1) / kTile;
   if (keys.chunk_entries == nullptr && first <= added_tile && added_tile < end) {
-    EncodeAddedRow(args, *keys.sequence, FirstHead<kMTiles>(plan) == 0, &shared.added_row);
+    EncodeAddedRow(args, *keys.sequence, first_head == 0, &shared.added_row);
   }
-
+  __syncthreads();
+  StartHeads<kMTiles>(shared,
+                      args.scale * kLog2E * ConvertQueries<kMTiles>(args, row, first_head, shared));
+  __syncwarp();
   uint32_t q[2][4][kMTiles][4];
-  float unscale = 0.0f;
-  LoadQueries<kMTiles>(args, row, FirstHead<kMTiles>(plan), shared, q, &unscale);
-  const unsigned warp = threadIdx.x / kWarpLanes;
-  if (threadIdx.x % kWarpLanes < 2) {  // The bf16 block has scale 1.
-    const bool is_bf16 = warp == kBf16Warp && threadIdx.x % kWarpLanes == 1;
-    shared.largest_exponent[warp][threadIdx.x % kWarpLanes] = is_bf16 ? 0 : kUnset;
-  }
-  if (warp < Shared<kMTiles>::kOwners) {
-    OwnedHeads heads;
-    heads.factor = args.scale * kLog2E * unscale;
-    shared.heads[warp][threadIdx.x % kWarpLanes] = heads;
-  }
+  ReadQueries<kMTiles>(shared, q);
+  WaitForCopies<0>();
+  __syncthreads();  // The memory of the tiles is free.
+  FetchSlice(args, shared.queue, first, shared.tile[first % kStages]);
+  CommitCopies();
   float o[2][kMTiles][8][4] = {};
   AttendTiles<kMTiles>(args, first, q, shared, o);
   LetSuccessorStart();
