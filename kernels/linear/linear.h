@@ -11,8 +11,8 @@
 //            arithmetic, fp8 and fp4 weights; model specification 2.7), else the identity. Sums as
 //            in kernels/core/gemm.h; the trusted path of a GPU has the bits of the CPU's. round is
 //            to bf16 when round_output is set, else nothing.
-// Workspace  tokens * K floats when quantise_input is set. On a GPU the patches take the tokens once
-//            more in the form of their operands, 256 MB at most, and partial sums: 135 KB a
+// Workspace  tokens * K floats when quantise_input is set. On a GPU the patches take the tokens
+//            once more in the form of their operands, 256 MB at most, and partial sums: 135 KB a
 //            multiprocessor and Exec::counters.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
