@@ -295,7 +295,7 @@ __device__ __forceinline__ void ShareScores(const unsigned char* tile,
                                             Shared<kMTiles>& shared) {
   const int lane = FreshLane();
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-#pragma unroll 1  // Two would keep more values than there are registers.
+#pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const int n = 2 * pair;
     float c[kMTiles][2][4] = {};

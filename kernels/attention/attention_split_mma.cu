@@ -99,7 +99,7 @@ __device__ __forceinline__ void AddTileValues(const unsigned char* tile,
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-#pragma unroll
+#pragma unroll 1  // Two would keep more values than there are registers.
     for (int k16 = 0; k16 < 2; ++k16) {
       if (b == 1 && warp == kBf16Warp) {
         AddBf16Values<kMTiles>(tile, k16, shared.weight_bf16, o[b]);
