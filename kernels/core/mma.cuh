@@ -91,6 +91,22 @@ __device__ __forceinline__ void MmaF16(float (&c)[4], const uint32_t (&a)[4],
 #endif
 }
 
+// c = a b, m16n8k16, f16 operands, f32 sums.
+__device__ __forceinline__ void MultiplyF16(float (&c)[4], const uint32_t (&a)[4],
+                                            const uint32_t (&b)[2]) {
+#if ISTHMUS_EMULATED
+  for (float& value : c) value = 0.0f;
+  MmaF16(c, a, b);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+#endif
+}
+
 // c += a b, m16n8k32, e4m3 operands, f32 sums.
 __device__ __forceinline__ void MmaE4m3(float (&c)[4], const uint32_t (&a)[4],
                                         const uint32_t (&b)[2]) {
