@@ -36,7 +36,8 @@ constexpr const Patch* kPatches[] = {&kGroupedW4A8, &kGroupedMxf8f6f4};
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr ExpertsVariant kVariants[] = {
     {&kGroupedMxf8f6f4, kSm120Only, SupportsGroupedW4A8, LaunchExpertsGroupedMxf8f6f4},
-    {&kGroupedW4A8, kSm90Up, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8},
+    {&kGroupedW4A8, kSm120Only, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8Sm120},
+    {&kGroupedW4A8, kSm90Only, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8},
     {nullptr, kAnyCuda, nullptr, LaunchExpertsCuda},
     {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels
 };

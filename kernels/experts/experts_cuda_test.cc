@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <ostream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -341,9 +342,13 @@ TEST_P(ExpertsCudaTest, KeepsNanToItsTokenAndMayWriteOverItsInput) {
   for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(std::isnan(out[i]), i / 128 == 1) << i;
 }
 
+std::string NameOf(const ::testing::TestParamInfo<ExpertsVariant>& param) {
+  const std::string name = kernels::testing::VariantName(param);
+  return param.param.arches.begin == kArchSm120 ? name + "_sm120" : name;
+}
 INSTANTIATE_TEST_SUITE_P(Table, ExpertsCudaTest,
                          ::testing::ValuesIn(kernels::testing::DeviceVariants(ExpertsVariants())),
-                         kernels::testing::VariantName<ExpertsVariant>);
+                         NameOf);
 
 }  // namespace
 }  // namespace isthmus::kernels

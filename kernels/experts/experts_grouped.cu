@@ -41,21 +41,23 @@ const ExpertWeights* FirstLoaded(const ExpertsArgs& args) {
   return nullptr;
 }
 
-Scratch TakeScratch(const Batch& batch, Workspace::Scope& scope) {
+Scratch TakeScratch(const Batch& batch, bool rows_are_f16, Workspace::Scope& scope) {
   const int64_t tokens = batch.tokens;
   const int64_t rows = tokens * batch.k + (batch.has_shared ? tokens : 0);
   const int64_t hidden = batch.hidden;
   const int64_t intermediate = batch.intermediate;
+  const int64_t code_bytes = rows_are_f16 ? 2 : 1;
   Scratch scratch;
+  scratch.rows_are_f16 = rows_are_f16;
   scratch.list = scope.Take<grouped::JobList>(1);
   scratch.jobs = scope.Take<grouped::Job>(batch.num_experts + 1);
   scratch.row_token = scope.Take<int32_t>(rows);
   scratch.row_weight = scope.Take<float>(rows);
   scratch.rows_of = scope.Take<int32_t>(tokens * batch.k);
-  scratch.x_codes = scope.Take<uint8_t>(tokens * hidden);
+  scratch.x_codes = scope.Take<uint8_t>(tokens * hidden * code_bytes);
   scratch.x_scales = scope.Take<float>(tokens * hidden / grouped::kGroup);
   scratch.h = scope.Take<uint16_t>(rows * intermediate);
-  scratch.h_codes = scope.Take<uint8_t>(rows * intermediate);
+  scratch.h_codes = scope.Take<uint8_t>(rows * intermediate * code_bytes);
   scratch.h_scales = scope.Take<float>(rows * intermediate / grouped::kGroup);
   scratch.y = scope.Take<uint16_t>(rows * hidden);
   return scratch;
@@ -95,7 +97,8 @@ grouped::ProductArgs MakeProduct(const ExpertsArgs& args, const Batch& batch,
 
 // The tokens [first, first + count) of the batch.
 absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, const Exec& exec,
-                       grouped::ProductLaunch gate, grouped::ProductLaunch down) {
+                       bool rows_are_f16, grouped::ProductLaunch gate,
+                       grouped::ProductLaunch down) {
   Workspace::Scope scope(exec.workspace);
   const ExpertWeights& any = args.shared != nullptr ? *args.shared : *FirstLoaded(args);
   const Batch batch = {.ids = args.ids + first * args.k,
@@ -111,7 +114,7 @@ absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, co
                        .limit = args.limit,
                        .shared_limit = args.shared_limit,
                        .has_shared = args.shared != nullptr};
-  const Scratch scratch = TakeScratch(batch, scope);
+  const Scratch scratch = TakeScratch(batch, rows_are_f16, scope);
   const MatrixView x = args.x.Rows(first, count);
   ISTHMUS_RETURN_IF_ERROR(grouped::LaunchRoute(batch, scratch, x.f32(0), x.row_stride, exec));
   ISTHMUS_RETURN_IF_ERROR(gate(MakeProduct<ProductKind::kGate>(args, batch, scratch), exec));
@@ -137,19 +140,20 @@ bool SupportsGroupedW4A8(const ExpertsArgs& args) {
   return reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && args.x.row_stride % 4 == 0;
 }
 
-absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, ProductLaunch gate,
-                                 ProductLaunch down) {
+absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, bool rows_are_f16,
+                                 ProductLaunch gate, ProductLaunch down) {
   for (int64_t first = 0; first < args.x.rows; first += kTokensAtOnce) {
     const int64_t count = std::min(kTokensAtOnce, args.x.rows - first);
-    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec, gate, down));
+    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec, rows_are_f16, gate, down));
   }
   return absl::OkStatus();
 }
 
 absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec) {
   using grouped::MmaKind;
-  return grouped::RunGrouped(args, exec, grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kGate>,
-                             grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kDown>);
+  return grouped::RunGrouped(args, exec, true,
+                             grouped::LaunchProduct<MmaKind::kF16, ProductKind::kGate>,
+                             grouped::LaunchProduct<MmaKind::kF16, ProductKind::kDown>);
 }
 
 }  // namespace isthmus::kernels

@@ -45,6 +45,8 @@ struct JobList {
 
 // Pointers to what one call works with. hidden, intermediate: multiples of kGroup.
 struct Scratch {
+  bool rows_are_f16;  // x_codes and h_codes: f16 of the values of the e4m3
+                      // codes, for sm_90
   JobList* list;
   Job* jobs;           // [experts + 1]
   int32_t* row_token;  // [rows]
@@ -91,8 +93,8 @@ struct ProductArgs {
 using ProductLaunch = absl::Status (*)(const ProductArgs& args, const Exec& exec);
 
 // All of a variant but its products.
-absl::Status RunGrouped(const ExpertsArgs& args, const Exec& exec, ProductLaunch gate,
-                        ProductLaunch down);
+absl::Status RunGrouped(const ExpertsArgs& args, const Exec& exec, bool rows_are_f16,
+                        ProductLaunch gate, ProductLaunch down);
 
 // The list of jobs, the places of rows, and x quantised. x: [tokens, hidden], rows x_stride apart,
 // aligned to 16 bytes. (grouped_rows.cu, as the next two.)

@@ -26,12 +26,15 @@ absl::Status LaunchExpertsCpu(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsCuda(const ExpertsArgs& args, const Exec& exec);
 bool SupportsGroupedW4A8(const ExpertsArgs& args);
 absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec);
+absl::Status LaunchExpertsGroupedW4A8Sm120(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsGroupedMxf8f6f4(const ExpertsArgs& args, const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchExpertsCuda)(const ExpertsArgs&, const Exec&) = nullptr;
 inline constexpr bool (*SupportsGroupedW4A8)(const ExpertsArgs&) = nullptr;
 inline constexpr absl::Status (*LaunchExpertsGroupedW4A8)(const ExpertsArgs&,
                                                           const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchExpertsGroupedW4A8Sm120)(const ExpertsArgs&,
+                                                               const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchExpertsGroupedMxf8f6f4)(const ExpertsArgs&,
                                                               const Exec&) = nullptr;
 #endif

@@ -12,173 +12,14 @@
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m matrix; nb block of eight rows.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/core/formats.h"
 #include "kernels/core/math.h"
-#include "kernels/core/mma.cuh"
-#include "kernels/core/sm120/block_scaled_mma.cuh"
+#include "kernels/experts/grouped_fragments.cuh"
 #include "kernels/experts/grouped_stream.cuh"
 
 namespace isthmus::kernels::grouped {
-
-// Four fp4 codes in the low (high) nibbles of the bytes of `word` as e4m3 of 2^-6 their value.
-__device__ __forceinline__ uint32_t LowCodes(uint32_t word) {
-  return (word << 4 & 0x80808080u) | (word << 2 & 0x1c1c1c1cu);
-}
-__device__ __forceinline__ uint32_t HighCodes(uint32_t word) {
-  return (word & 0x80808080u) | (word >> 2 & 0x1c1c1c1cu);
-}
-// Byte `i` of a word of ue8m0 scales; 2^-127 counts as 0, NaN as infinity.
-__device__ __forceinline__ float ScaleInWord(uint32_t word, int i) {
-  const int shift = 23 - 8 * i;
-  return __uint_as_float((shift >= 0 ? word << shift : word >> -shift) & 0x7f800000u);
-}
-// The same of e4m3 scales, which have no sign.
-__device__ __forceinline__ float E4m3InWord(uint32_t word, int i) {
-  const int shift = 20 - 8 * i;
-  return __uint_as_float((shift >= 0 ? word << shift : word >> -shift) & 0x07f00000u) * 0x1p120f;
-}
-
-// The rows of a unit that this lane multiplies: row g of every eight. Rows beyond the last repeat
-// it, and nobody stores them.
-template <int kBlocks>
-struct RowPlaces {
-  const uint8_t* codes;          // [rows, inputs]
-  const float* scales;           // [rows, inputs / kGroup]
-  uint32_t first_code[kBlocks];  // The row's first code, and 16 t: 1 / 128 of it is the scale's.
-
-  __device__ __forceinline__ float Scale(int nb, int group) const {
-    return scales[(first_code[nb] >> 7) + static_cast<uint32_t>(group)];
-  }
-};
-
-// One group of the rows as B fragments. A single block is loaded ahead of the weights; of more,
-// each tile or k32 step when it is due, since registers are scarce.
-template <int kBlocks>
-struct GroupRows {
-  static constexpr bool kAhead = kBlocks == 1;
-  static constexpr bool kByTile = kBlocks <= 2;
-  uint32_t words[kBlocks][kAhead ? 2 : 1][kByTile ? 4 : 2];
-
-  __device__ __forceinline__ void LoadTile(const RowPlaces<kBlocks>& places, int group, int tile) {
-#pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) {
-      const auto offset = static_cast<uint32_t>(group * 128 + tile * 64);
-      const uint4 v =
-          *reinterpret_cast<const uint4*>(places.codes + (places.first_code[nb] + offset));
-      uint32_t* to = words[nb][kAhead ? tile : 0];
-      to[0] = v.x;
-      to[1] = v.y;
-      to[2] = v.z;
-      to[3] = v.w;
-    }
-  }
-  __device__ __forceinline__ void LoadStep(const RowPlaces<kBlocks>& places, int group, int tile,
-                                           int s) {
-#pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) {
-      const auto offset = static_cast<uint32_t>(group * 128 + tile * 64 + s * 8);
-      const uint2 v =
-          *reinterpret_cast<const uint2*>(places.codes + (places.first_code[nb] + offset));
-      words[nb][0][0] = v.x;
-      words[nb][0][1] = v.y;
-    }
-  }
-  // Before the weights of the group.
-  __device__ __forceinline__ void LoadAhead(const RowPlaces<kBlocks>& places, int group) {
-    if constexpr (kAhead) {
-      LoadTile(places, group, 0);
-      LoadTile(places, group, 1);
-    }
-  }
-  // Before step s of tile `tile`.
-  __device__ __forceinline__ void LoadDue(const RowPlaces<kBlocks>& places, int group, int tile,
-                                          int s) {
-    if constexpr (!kByTile) {
-      LoadStep(places, group, tile, s);
-    } else if constexpr (!kAhead) {
-      if (s == 0) LoadTile(places, group, tile);
-    }
-  }
-  __device__ __forceinline__ void Fragment(int nb, int tile, int s, uint32_t (&b)[2]) const {
-    const uint32_t* from = words[nb][kAhead ? tile : 0] + (kByTile ? 2 * s : 0);
-    b[0] = from[0];
-    b[1] = from[1];
-  }
-};
-
-// sums[nb] += weights of one group (two k64 tiles) times rows; fp4.
-template <WeightFormat kFormat, int kBlocks>
-__device__ __forceinline__ void MultiplyFp4Group(const unsigned char* tiles,
-                                                 const RowPlaces<kBlocks>& places, int group,
-                                                 GroupRows<kBlocks>& rows,
-                                                 float (&sums)[kBlocks][4]) {
-  constexpr int kTile = kFormat == WeightFormat::kMxfp4 ? 544 : 576;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const unsigned char* at = tiles + tile * kTile;
-    const uint4 codes = *reinterpret_cast<const uint4*>(at + 16 * lane);
-    uint2 scales;
-    if constexpr (kFormat == WeightFormat::kMxfp4) {
-      scales.x = *reinterpret_cast<const uint32_t*>(at + 512 + 4 * (lane / 4));
-      scales.y = 0;
-    } else {
-      scales = *reinterpret_cast<const uint2*>(at + 512 + 8 * (lane / 4));
-    }
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      rows.LoadDue(places, group, tile, s);
-      const uint32_t low = s == 0 ? codes.x : codes.z;
-      const uint32_t high = s == 0 ? codes.y : codes.w;
-      const uint32_t a[4] = {LowCodes(low), HighCodes(low), LowCodes(high), HighCodes(high)};
-#pragma unroll
-      for (int nb = 0; nb < kBlocks; ++nb) {
-        uint32_t b[2];
-        rows.Fragment(nb, tile, s, b);
-        float c[4];
-        if constexpr (kFormat == WeightFormat::kMxfp4) {
-          MultiplyE4m3(c, a, b);
-          for (int i = 0; i < 4; ++i) {
-            sums[nb][i] = fmaf(c[i], ScaleInWord(scales.x, s + (i >= 2 ? 2 : 0)), sums[nb][i]);
-          }
-        } else {  // A scale for every 16 inputs: half of the operand is zero each time.
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t b16[2] = {half == 0 ? b[0] : 0u, half == 0 ? 0u : b[1]};
-            MultiplyE4m3(c, a, b16);
-            for (int i = 0; i < 4; ++i) {
-              const float scale = E4m3InWord(i >= 2 ? scales.y : scales.x, 2 * s + half);
-              sums[nb][i] = fmaf(c[i], scale, sums[nb][i]);
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-// The same of fp8: four k32 tiles.
-template <int kBlocks>
-__device__ __forceinline__ void MultiplyFp8Group(const unsigned char* tiles,
-                                                 const RowPlaces<kBlocks>& places, int group,
-                                                 GroupRows<kBlocks>& rows,
-                                                 float (&sums)[kBlocks][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-#pragma unroll
-  for (int tile = 0; tile < 4; ++tile) {
-    rows.LoadDue(places, group, tile / 2, tile % 2);
-    const uint4 codes = *reinterpret_cast<const uint4*>(tiles + tile * 512 + 16 * lane);
-    const uint32_t a[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) {
-      uint32_t b[2];
-      rows.Fragment(nb, tile / 2, tile % 2, b);
-      float c[4];
-      MultiplyE4m3(c, a, b);
-      for (int i = 0; i < 4; ++i) sums[nb][i] += c[i];
-    }
-  }
-}
 
 // totals[nb] += sums[nb] times the scales of the rows and of the group's weights.
 template <int kBlocks>
@@ -193,51 +34,6 @@ __device__ __forceinline__ void AddScaled(const float (&sums)[kBlocks][4],
       const float scale = __shfl_sync(kFullWarp, mine, 8 * t + 4 * i) * weight_scale;
       totals[nb][i] = fmaf(sums[nb][i], scale, totals[nb][i]);
       totals[nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[nb][i + 2]);
-    }
-  }
-}
-
-// totals[nb] += weights of one group times rows with both scales applied by the tensor core of
-// sm_120a. Lane t = 0 names the scale of row g, t = 1 that of row g + 8; row_scales: of row g of
-// every block, as f32.
-template <WeightFormat kFormat, int kBlocks>
-__device__ __forceinline__ void MultiplyScaledGroup(const unsigned char* tiles,
-                                                    const RowPlaces<kBlocks>& places, int group,
-                                                    GroupRows<kBlocks>& rows, uint32_t weight_scale,
-                                                    const float (&row_scales)[kBlocks],
-                                                    float (&totals)[kBlocks][4]) {
-  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
-  constexpr Element8 kElement = kIsFp8 ? Element8::kE4m3 : Element8::kE2m1;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  uint4 codes = {};
-  uint32_t scales = weight_scale;
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const int tile = step / 2;
-    const int s = step % 2;
-    uint32_t a[4];
-    if constexpr (kIsFp8) {
-      codes = *reinterpret_cast<const uint4*>(tiles + step * 512 + 16 * lane);
-      a[0] = codes.x, a[1] = codes.y, a[2] = codes.z, a[3] = codes.w;
-    } else {
-      const unsigned char* at = tiles + tile * 544;
-      if (s == 0) {
-        codes = *reinterpret_cast<const uint4*>(at + 16 * lane);
-        scales = *reinterpret_cast<const uint32_t*>(at + 512 + 4 * (lane / 4)) >> (16 * (lane % 2));
-      } else {
-        scales >>= 8;
-      }
-      SplitFp4ForMxf8(s == 0 ? codes.x : codes.z, a[0], a[1]);
-      SplitFp4ForMxf8(s == 0 ? codes.y : codes.w, a[2], a[3]);
-    }
-    rows.LoadDue(places, group, tile, s);
-#pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) {
-      uint32_t b[2];
-      rows.Fragment(nb, tile, s, b);
-      // The exponent of a power of two is its ue8m0 byte.
-      MmaMxf8f6f4<kElement, Element8::kE4m3>(totals[nb], a, b, scales & 0xffu,
-                                             __float_as_uint(row_scales[nb]) >> 23);
     }
   }
 }
@@ -263,7 +59,7 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& s
       const unsigned char* stage = nullptr;
 #pragma unroll 1
       for (int group = first; group < first + kStageGroups && group < stream.last(); ++group) {
-        GroupRows<kBlocks> codes;
+        std::conditional_t<kMma == MmaKind::kF16, HalfRows<kBlocks>, GroupRows<kBlocks>> codes;
         uint32_t weight_scale = 127;  // ue8m0 of 1.
         if constexpr (kIsFp8) {
           const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
@@ -281,7 +77,9 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& s
                                                 totals[m]);
         } else {
           float sums[kBlocks][4] = {};
-          if constexpr (kIsFp8) {
+          if constexpr (kMma == MmaKind::kF16) {
+            MultiplyHalfGroup<kFormat, kBlocks>(tiles, rows, group, codes, sums);
+          } else if constexpr (kIsFp8) {
             MultiplyFp8Group<kBlocks>(tiles, rows, group, codes, sums);
           } else {
             MultiplyFp4Group<kFormat, kBlocks>(tiles, rows, group, codes, sums);
@@ -418,7 +216,9 @@ template <MmaKind kMma, ProductKind kKind, int kBlocks>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExperts(
     const __grid_constant__ ProductArgs args) {
 #if !ISTHMUS_HAS_SM120A
-  if constexpr (kMma == MmaKind::kBlockScaled) __trap();
+  if constexpr (kMma != MmaKind::kF16) __trap();
+#elif !ISTHMUS_HAS_SM90A
+  if constexpr (kMma == MmaKind::kF16) __trap();
 #endif
   constexpr int kDepth = kStages<kBlocks>;
   if (threadIdx.x == 0) {

@@ -3,6 +3,7 @@
 // and the weighted sum. A few microseconds each, bound by latency.
 #include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
+#include "kernels/core/pairs.cuh"
 #include "kernels/experts/experts_grouped.h"
 
 namespace isthmus::kernels::grouped {
@@ -22,18 +23,24 @@ __device__ __forceinline__ int CodePlace(int k) {
   return (k & ~63) | (k >> 2 & 3) << 4 | (k >> 5 & 1) << 3 | (k >> 4 & 1) << 2 | (k & 3);
 }
 
-// One group of a row by one warp; lane l has the inputs 4 l to 4 l + 3.
-__device__ __forceinline__ void QuantiseGroup(const float (&x)[4],
-                                              uint8_t* codes,  // [kGroup], aligned to 64
-                                              float* scale) {
+// One group of a row by one warp, the group that begins at element `first` of all rows; lane l has
+// its inputs 4 l to 4 l + 3.
+__device__ __forceinline__ void QuantiseGroup(const float (&x)[4], int64_t first, bool as_f16,
+                                              uint8_t* codes, float* scales) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const float amax = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
   const float power = PowerOfTwo(Fp8ScaleExponent(WarpMax(amax)));
   const float inverse = 1.0f / power;
   uint32_t word = 0;
   for (int i = 0; i < 4; ++i) word |= uint32_t{Fp8E4m3Code(x[i] * inverse)} << (8 * i);
-  *reinterpret_cast<uint32_t*>(codes + CodePlace(4 * lane)) = word;
-  if (lane == 0) *scale = power;
+  const int64_t place = first + CodePlace(4 * lane);
+  if (as_f16) {
+    *reinterpret_cast<uint2*>(codes + 2 * place) =
+        make_uint2(F16PairOfE4m3(word), F16PairOfE4m3(word >> 16));
+  } else {
+    *reinterpret_cast<uint32_t*>(codes + place) = word;
+  }
+  if (lane == 0) scales[first / kGroup] = power;
 }
 
 struct RouteShared {
@@ -217,8 +224,8 @@ __global__ __launch_bounds__(kRouteThreads, 1) void RouteAndQuantise(
   const int64_t k = item % groups * kGroup;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const float4 v = *reinterpret_cast<const float4*>(x + t * x_stride + k + 4 * lane);
-  QuantiseGroup({v.x, v.y, v.z, v.w}, scratch.x_codes + t * batch.hidden + k,
-                scratch.x_scales + t * groups + k / kGroup);
+  QuantiseGroup({v.x, v.y, v.z, v.w}, t * batch.hidden + k, scratch.rows_are_f16, scratch.x_codes,
+                scratch.x_scales);
 }
 
 // h_codes, h_scales from h. Grid: ceil(rows * groups / kQuantiseWarps). Block: kQuantiseWarps
@@ -240,8 +247,7 @@ __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void QuantiseHiddenRows
       *reinterpret_cast<const uint2*>(scratch.h + row * intermediate + k + 4 * lane);
   QuantiseGroup({__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
                  __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)},
-                scratch.h_codes + row * intermediate + k,
-                scratch.h_scales + row * groups + k / kGroup);
+                row * intermediate + k, scratch.rows_are_f16, scratch.h_codes, scratch.h_scales);
 }
 
 __device__ __forceinline__ void AddPairs(const uint2& pairs, float (&sum)[kCombineEach]) {

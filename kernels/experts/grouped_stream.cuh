@@ -16,9 +16,10 @@ inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * kWarpLanes;
 inline constexpr int kStageBytes = 4 * 576;  // Two groups of fp4, or one of fp8, of 16 outputs.
 
-// kE4m3: any architecture; scales are applied to sums. kBlockScaled: sm_120a's instruction applies
-// them.
-enum class MmaKind : uint8_t { kE4m3, kBlockScaled };
+// How products are made. kF16: sm_90 has no mma.sync of e4m3 and would convert both operands to f16
+// every time, so rows come as f16 and codes are converted once. kE4m3: where it exists; scales are
+// applied to sums. kBlockScaled: sm_120a's instruction applies them.
+enum class MmaKind : uint8_t { kF16, kE4m3, kBlockScaled };
 
 // How a block cuts a unit: kRowTiles rows of tiles, the inputs of each over kSplits warps.
 template <ProductKind kKind>
