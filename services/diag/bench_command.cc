@@ -30,6 +30,8 @@ namespace {
 struct BenchFlags {
   std::string checkpoint;
   std::string arithmetic = "reference";
+  std::string device = "cpu";
+  std::vector<std::string> patches;
   std::string json;
   int64_t context = 1000;
   int64_t chunk = 512;
@@ -109,6 +111,8 @@ absl::Status RunBench(const BenchFlags& flags) {
   LocalEngineOptions options;
   options.checkpoint = flags.checkpoint;
   ISTHMUS_ASSIGN_OR_RETURN(options.arithmetic, ParseArithmetic(flags.arithmetic));
+  options.device = flags.device;
+  ISTHMUS_RETURN_IF_ERROR(ParseSwitches(flags.patches, &options.patches));
   options.chunk_tokens = flags.chunk;
   options.threads = flags.threads;
   options.max_tokens = (flags.context + flags.decode + 512) * flags.batch;
@@ -149,6 +153,9 @@ void AddOfflineCommand(CLI::App* bench, absl::Status& status) {
   command->add_option("--checkpoint", flags->checkpoint, "Checkpoint directory")->required();
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
+  command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
+  command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
+      ->delimiter(',');
   command->add_option("--context", flags->context, "Prompt tokens")->capture_default_str();
   command->add_option("--chunk", flags->chunk, "Prompt tokens in one step")->capture_default_str();
   command->add_option("--decode", flags->decode, "Decode steps")->capture_default_str();

@@ -4,12 +4,10 @@
 #include <iostream>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "kernels/patches.h"
 #include "services/base/clock.h"
@@ -17,32 +15,13 @@
 #include "services/base/version.h"
 #include "services/diag/commands.h"
 #include "services/diag/kernel_bench.h"
+#include "services/diag/local_engine.h"
 #include "services/diag/step_bench.h"
 
 namespace isthmus::diag {
 namespace {
 
 using nlohmann::ordered_json;
-
-// "name=on" or "name=off", each.
-absl::Status ParseSwitches(const std::vector<std::string>& words,
-                           std::map<std::string, bool>* switches) {
-  for (const std::string& word : words) {
-    const std::pair<std::string, std::string> parts = absl::StrSplit(word, absl::MaxSplits('=', 1));
-    if (parts.second != "on" && parts.second != "off") {
-      return absl::InvalidArgumentError(
-          absl::StrCat("patches: \"", word, "\" is not <name>=on or <name>=off"));
-    }
-    if (parts.first == "all") {
-      for (const Patch* patch : kernels::AllPatches()) {
-        (*switches)[std::string(patch->name)] = parts.second == "on";
-      }
-    } else {
-      (*switches)[parts.first] = parts.second == "on";
-    }
-  }
-  return absl::OkStatus();
-}
 
 absl::Status WriteRecord(ordered_json record, const std::string& path) {
   if (path.empty()) return absl::OkStatus();
@@ -69,8 +48,10 @@ void AddStepCommand(CLI::App* bench, absl::Status& status) {
       bench->add_subcommand("step", "One decode step with random weights of real sizes, on a GPU");
   command->add_option("--shape", flags->shape, "v4-flash or miniature")->capture_default_str();
   command->add_option("--layers", flags->layers, "1 to 43")->capture_default_str();
-  command->add_option("--tp", flags->tp, "Ranks; one rank's share runs, without communication")
+  command->add_option("--tp", flags->tp, "Ranks, on a device each where there are as many")
       ->capture_default_str();
+  command->add_flag("--rank-only", flags->is_rank_alone,
+                    "One rank's share alone, without communication");
   command->add_option("--batch", flags->batch, "Sequences")->capture_default_str();
   command->add_option("--context", flags->context, "Tokens that each has cached")
       ->capture_default_str();

@@ -48,22 +48,27 @@ absl::StatusOr<kernels::DeviceGraph> CaptureGraph(const std::function<absl::Stat
   return graph;
 }
 
+absl::StatusOr<double> TimeReplay(const kernels::DeviceGraph& graph, const kernels::Exec& exec,
+                                  const kernels::DeviceStream& stream) {
+  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceEvent start, kernels::DeviceEvent::Create());
+  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceEvent end, kernels::DeviceEvent::Create());
+  ISTHMUS_RETURN_IF_ERROR(start.Record(exec.stream));
+  ISTHMUS_RETURN_IF_ERROR(graph.Replay(exec.stream));
+  ISTHMUS_RETURN_IF_ERROR(end.Record(exec.stream));
+  ISTHMUS_RETURN_IF_ERROR(stream.Synchronise());
+  return end.MillisecondsSince(start);
+}
+
 absl::StatusOr<std::vector<double>> TimeReplays(const kernels::DeviceGraph& graph,
                                                 const kernels::Exec& exec,
                                                 const kernels::DeviceStream& stream,
                                                 const CacheFlush* flush, int replays,
                                                 double seconds) {
-  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceEvent start, kernels::DeviceEvent::Create());
-  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceEvent end, kernels::DeviceEvent::Create());
   std::vector<double> times;
   double spent = 0.0;
   for (int r = 0; r <= replays; ++r) {
     if (flush != nullptr) ISTHMUS_RETURN_IF_ERROR(flush->Enqueue(exec));
-    ISTHMUS_RETURN_IF_ERROR(start.Record(exec.stream));
-    ISTHMUS_RETURN_IF_ERROR(graph.Replay(exec.stream));
-    ISTHMUS_RETURN_IF_ERROR(end.Record(exec.stream));
-    ISTHMUS_RETURN_IF_ERROR(stream.Synchronise());
-    ISTHMUS_ASSIGN_OR_RETURN(const double time, end.MillisecondsSince(start));
+    ISTHMUS_ASSIGN_OR_RETURN(const double time, TimeReplay(graph, exec, stream));
     spent += time;
     if (r > 0) times.push_back(time);  // The first replay uploads the graph.
     if (times.size() >= 3 && spent > seconds * 1e3) break;

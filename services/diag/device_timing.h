@@ -32,6 +32,10 @@ class CacheFlush {
 absl::StatusOr<kernels::DeviceGraph> CaptureGraph(const std::function<absl::Status()>& work,
                                                   const kernels::DeviceStream& stream);
 
+// Milliseconds of one replay.
+absl::StatusOr<double> TimeReplay(const kernels::DeviceGraph& graph, const kernels::Exec& exec,
+                                  const kernels::DeviceStream& stream);
+
 // Milliseconds of every replay: `replays` of them, or as many as fit into `seconds`, but three.
 // `flush` may be null.
 absl::StatusOr<std::vector<double>> TimeReplays(const kernels::DeviceGraph& graph,

@@ -15,6 +15,8 @@ struct DumpFlags {
   std::string checkpoint;
   std::string tokens;
   std::string arithmetic = "reference";
+  std::string device = "cpu";
+  std::vector<std::string> patches;
   std::string set = "golden";
   std::string input_streams;
   std::string out;
@@ -33,6 +35,8 @@ absl::Status RunDumpCommand(const DumpFlags& flags) {
   LocalEngineOptions engine;
   engine.checkpoint = flags.checkpoint;
   ISTHMUS_ASSIGN_OR_RETURN(engine.arithmetic, ParseArithmetic(flags.arithmetic));
+  engine.device = flags.device;
+  ISTHMUS_RETURN_IF_ERROR(ParseSwitches(flags.patches, &engine.patches));
   engine.max_tokens = std::max<int64_t>(static_cast<int64_t>(options.tokens.size()), 1);
   engine.max_sequences = 1;
   engine.threads = flags.threads;
@@ -54,6 +58,9 @@ void AddDumpCommand(CLI::App& app, absl::Status& status) {
   command->add_option("--tokens", flags->tokens, "File of decimal token ids")->required();
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
+  command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
+  command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
+      ->delimiter(',');
   command->add_option("--set", flags->set, "golden, layers, stages or cache")
       ->capture_default_str();
   command->add_option("--chunk", flags->chunk, "Tokens in one step; 0: the whole prompt")

@@ -25,6 +25,8 @@ struct GenerateFlags {
   std::optional<std::string> messages;
   std::optional<std::string> tokens;
   std::string arithmetic = "reference";
+  std::string device = "cpu";
+  std::vector<std::string> patches;
   bool thinking = false;
   bool json = false;
   engine::SamplingParams sampling;
@@ -105,6 +107,8 @@ absl::Status RunGenerate(const GenerateFlags& flags) {
   LocalEngineOptions options;
   options.checkpoint = flags.checkpoint;
   ISTHMUS_ASSIGN_OR_RETURN(options.arithmetic, ParseArithmetic(flags.arithmetic));
+  options.device = flags.device;
+  ISTHMUS_RETURN_IF_ERROR(ParseSwitches(flags.patches, &options.patches));
   options.index_topk = flags.index_topk;
   options.chunk_tokens = flags.chunk;
   options.max_tokens = flags.max_context;
@@ -133,6 +137,9 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
   command->add_flag("--thinking", flags->thinking, "Let the model reason first");
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
+  command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
+  command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
+      ->delimiter(',');
   command->add_option("--max-tokens", flags->sampling.max_tokens, "Most output tokens")
       ->capture_default_str();
   command->add_option("--temperature", flags->sampling.temperature, "0: greedy")

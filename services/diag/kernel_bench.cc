@@ -58,8 +58,7 @@ absl::StatusOr<std::vector<Choice>> ChoicesOf(const KernelCase& one) {
 absl::StatusOr<ordered_json> TimeCase(const KernelCase& one, const RandomModel& model,
                                       const CacheFlush& flush, const KernelBenchFlags& flags) {
   ISTHMUS_ASSIGN_OR_RETURN(std::vector<Choice> choices, ChoicesOf(one));
-  kernels::Exec exec = model.device().exec();
-  exec.phase = kPhaseDecode;
+  kernels::Exec exec = model.exec();
   for (Choice& choice : choices) {
     exec.patches = &choice.patches;
     const auto chain = [&]() -> absl::Status {

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "kernels/patches.h"
 #include "services/base/status_macros.h"
 
@@ -52,6 +54,25 @@ absl::Status LocalEngine::OpenDevice(int device) {
       device_weights_, model::DeviceWeights::Upload(*weights_, /*plan=*/nullptr, threads_.get()));
   exec_ = device_->exec();
   exec_.threads = threads_.get();
+  return absl::OkStatus();
+}
+
+absl::Status ParseSwitches(const std::vector<std::string>& words,
+                           std::map<std::string, bool>* switches) {
+  for (const std::string& word : words) {
+    const std::pair<std::string, std::string> parts = absl::StrSplit(word, absl::MaxSplits('=', 1));
+    if (parts.second != "on" && parts.second != "off") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("patches: \"", word, "\" is not <name>=on or <name>=off"));
+    }
+    if (parts.first == "all") {
+      for (const Patch* patch : kernels::AllPatches()) {
+        (*switches)[std::string(patch->name)] = parts.second == "on";
+      }
+    } else {
+      (*switches)[parts.first] = parts.second == "on";
+    }
+  }
   return absl::OkStatus();
 }
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "services/base/patch.h"
@@ -64,6 +65,10 @@ class LocalEngine {
   std::unique_ptr<kv::CachePool> pool_;
   std::unique_ptr<engine::Engine> engine_;
 };
+
+// Adds "name=on", "name=off", and "all=on" or "all=off", each; InvalidArgument: another form.
+absl::Status ParseSwitches(const std::vector<std::string>& words,
+                           std::map<std::string, bool>* switches);
 
 // "math" or "reference"; InvalidArgument otherwise.
 absl::StatusOr<kernels::Arithmetic> ParseArithmetic(const std::string& name);

@@ -33,7 +33,8 @@ RandomPart Scales(int64_t bytes) {
 absl::StatusOr<std::unique_ptr<RandomModel>> RandomModel::Create(
     const RandomModelOptions& options) {
   std::unique_ptr<RandomModel> out(new RandomModel(options));
-  ISTHMUS_ASSIGN_OR_RETURN(out->plan_, model::PlanShard(options.config, 0, options.ranks));
+  ISTHMUS_ASSIGN_OR_RETURN(out->plan_,
+                           model::PlanShard(options.config, options.rank, options.ranks));
   ISTHMUS_ASSIGN_OR_RETURN(out->device_, model::DeviceContext::Open(options.device));
   ISTHMUS_ASSIGN_OR_RETURN(out->weights_,
                            model::DeviceWeights::Random(options.config, out->plan_, options.routed,
@@ -47,6 +48,13 @@ absl::StatusOr<std::unique_ptr<RandomModel>> RandomModel::Create(
   ISTHMUS_RETURN_IF_ERROR(out->FillCaches());
   ISTHMUS_RETURN_IF_ERROR(out->MakeBatch());
   return out;
+}
+
+kernels::Exec RandomModel::exec() const {
+  kernels::Exec exec = device_->exec();
+  exec.phase = kPhaseDecode;
+  exec.communicator = options_.communicator;
+  return exec;
 }
 
 int64_t RandomModel::cache_bytes() const {

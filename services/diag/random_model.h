@@ -20,7 +20,10 @@ namespace isthmus::diag {
 
 struct RandomModelOptions {
   model::ModelConfig config;
-  int ranks = 1;  // The share of rank 0 of so many.
+  int ranks = 1;  // The share of one of so many.
+  int rank = 0;
+  // Its end of the group; null: the share runs alone, without communication.
+  const kernels::Communicator* communicator = nullptr;
   kernels::WeightFormat routed = kernels::WeightFormat::kNvfp4;
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
   int64_t batch = 1;
@@ -40,6 +43,8 @@ class RandomModel {
   const model::ModelForward& forward() const { return *forward_; }
   const model::DeviceWeights& weights() const { return *weights_; }
   const model::DeviceContext& device() const { return *device_; }
+  // Of a decode step.
+  kernels::Exec exec() const;
   const kernels::KvLayout& layout() const { return forward_->layout(); }
   int64_t cache_bytes() const;
 

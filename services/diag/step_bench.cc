@@ -3,6 +3,9 @@
 #include "services/diag/step_bench.h"
 
 #include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cstddef>
 #include <functional>
 #include <iostream>
 #include <memory>
@@ -16,6 +19,7 @@
 #include "services/diag/device_timing.h"
 #include "services/diag/local_engine.h"
 #include "services/diag/random_model.h"
+#include "services/diag/rank_models.h"
 #include "services/diag/step_cost.h"
 #include "services/model/flash_config.h"
 
@@ -65,20 +69,44 @@ struct StepTime {
   int64_t nodes = 0;
 };
 
-absl::StatusOr<StepTime> TimeStep(const RandomModel& model, const StepBenchFlags& flags,
+// Ranks start each replay together, as far as threads can. What counts is the shortest of their
+// times: the rank that started last waited for nobody.
+absl::StatusOr<StepTime> TimeStep(RankModels& models, const StepBenchFlags& flags,
                                   const PatchSet& patches) {
-  kernels::Exec exec = model.device().exec();
-  exec.phase = kPhaseDecode;
-  exec.patches = &patches;
-  exec.batch_invariant = flags.batch_invariant;
-  const auto work = [&] { return model.forward().Enqueue(model.batch(), model.inputs(), exec); };
-  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceGraph graph,
-                           CaptureGraph(work, model.device().stream()));
+  std::barrier together(static_cast<std::ptrdiff_t>(models.size()));
+  std::atomic<bool> is_over = false;
+  std::vector<std::vector<double>> ms(models.size());
   StepTime time;
-  ISTHMUS_ASSIGN_OR_RETURN(time.ms, TimeReplays(graph, exec, model.device().stream(), nullptr,
-                                                flags.replays, flags.seconds));
+  const auto replay = [&](size_t rank, const RandomModel& model) -> absl::Status {
+    kernels::Exec exec = model.exec();
+    exec.patches = &patches;
+    exec.batch_invariant = flags.batch_invariant;
+    const auto work = [&] { return model.forward().Enqueue(model.batch(), model.inputs(), exec); };
+    ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceGraph graph,
+                             CaptureGraph(work, model.device().stream()));
+    if (rank == 0) time.nodes = graph.num_nodes();
+    double spent = 0.0;
+    for (int r = 0; r <= flags.replays && !is_over; ++r) {
+      together.arrive_and_wait();
+      ISTHMUS_ASSIGN_OR_RETURN(const double one, TimeReplay(graph, exec, model.device().stream()));
+      if (r > 0) ms[rank].push_back(one);  // The first replay uploads the graph.
+      spent += one;
+      if (rank == 0 && r >= 3 && spent > flags.seconds * 1e3) is_over = true;
+      together.arrive_and_wait();
+    }
+    return absl::OkStatus();
+  };
+  ISTHMUS_RETURN_IF_ERROR(models.ForEach([&](size_t rank, const RandomModel& model) {
+    const absl::Status status = replay(rank, model);
+    if (!status.ok()) together.arrive_and_drop();
+    return status;
+  }));
+  for (size_t i = 0; i < ms[0].size(); ++i) {
+    double shortest = ms[0][i];
+    for (const std::vector<double>& of_rank : ms) shortest = std::min(shortest, of_rank[i]);
+    time.ms.push_back(shortest);
+  }
   time.median_ms = MedianOf(time.ms);
-  time.nodes = graph.num_nodes();
   return time;
 }
 
@@ -93,8 +121,7 @@ struct OperationTime {
 absl::StatusOr<std::vector<OperationTime>> TimeOperations(const RandomModel& model,
                                                           const StepBenchFlags& flags,
                                                           const PatchSet& patches) {
-  kernels::Exec exec = model.device().exec();
-  exec.phase = kPhaseDecode;
+  kernels::Exec exec = model.exec();
   exec.patches = &patches;
   exec.batch_invariant = flags.batch_invariant;
   std::vector<std::string> names;
@@ -158,7 +185,7 @@ ordered_json Describe(const StepTime& time, const StepBenchFlags& flags, const S
 }
 
 // Off, one by one on in the order of registration, to all on.
-absl::StatusOr<ordered_json> ClimbLadder(const RandomModel& model, const StepBenchFlags& flags,
+absl::StatusOr<ordered_json> ClimbLadder(RankModels& models, const StepBenchFlags& flags,
                                          const StepCost& cost) {
   std::map<std::string, bool> config;
   for (const Patch* patch : kernels::AllPatches()) config[std::string(patch->name)] = false;
@@ -166,7 +193,7 @@ absl::StatusOr<ordered_json> ClimbLadder(const RandomModel& model, const StepBen
   const auto climb = [&](absl::string_view what) -> absl::Status {
     ISTHMUS_ASSIGN_OR_RETURN(const PatchSet patches,
                              PatchSet::Resolve(kernels::AllPatches(), config));
-    ISTHMUS_ASSIGN_OR_RETURN(const StepTime time, TimeStep(model, flags, patches));
+    ISTHMUS_ASSIGN_OR_RETURN(const StepTime time, TimeStep(models, flags, patches));
     rungs.push_back(Describe(time, flags, cost, what));
     return absl::OkStatus();
   };
@@ -202,50 +229,17 @@ void PrintCost(const RandomModel& model, const StepCost& cost) {
   std::cout.flush();
 }
 
-}  // namespace
-
-absl::StatusOr<ordered_json> RunStepBench(const StepBenchFlags& flags) {
-  ISTHMUS_ASSIGN_OR_RETURN(const RandomModelOptions options, OptionsOf(flags));
-  ISTHMUS_ASSIGN_OR_RETURN(const PatchSet patches,
-                           PatchSet::Resolve(kernels::AllPatches(), flags.patches));
-  ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<RandomModel> model, RandomModel::Create(options));
-  ordered_json record = {{"bench", "step"},
-                         {"device", model->device().properties().name},
-                         {"shape", flags.shape},
-                         {"layers", flags.layers},
-                         {"tp", flags.tp},
-                         {"communication", flags.tp > 1 ? "none: one rank's share alone" : "none"},
-                         {"batch", flags.batch},
-                         {"context", flags.context},
-                         {"arithmetic", flags.arithmetic},
-                         {"experts", flags.experts},
-                         {"index_keys", flags.index_keys},
-                         {"batch_invariant", flags.batch_invariant},
-                         {"patches", patches.Describe()}};
-  std::cout << absl::StreamFormat(
-      "%s, %s, %d layers, tp %d%s, batch %d, context %d, %s, experts %s\n",
-      model->device().properties().name, flags.shape, flags.layers, flags.tp,
-      flags.tp > 1 ? " (one rank's share, no communication)" : "", flags.batch, flags.context,
-      flags.arithmetic, flags.experts);
-  ISTHMUS_ASSIGN_OR_RETURN(const StepCost cost, CostOf(*model));
-  PrintCost(*model, cost);
-  record["touched_experts"] = cost.touched_experts;
-  record["bytes"] = {{"routed", cost.routed_bytes},
-                     {"other_weights", cost.other_weight_bytes},
-                     {"caches", cost.cache_bytes},
-                     {"all", cost.bytes()}};
-  record["floor_ms"] = cost.floor_ms();
-  record["floor_bytes_per_s"] = kReadRate;
-  if (flags.is_ladder) {
-    ISTHMUS_ASSIGN_OR_RETURN(record["ladder"], ClimbLadder(*model, flags, cost));
-    return record;
-  }
-  ISTHMUS_ASSIGN_OR_RETURN(const StepTime time, TimeStep(*model, flags, patches));
-  record["step"] = Describe(time, flags, cost, "step");
-  record["workspace_bytes"] = model->device().workspace_bytes();
-  if (!flags.has_operations) return record;
-  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<OperationTime> times,
-                           TimeOperations(*model, flags, patches));
+// Those of rank 0.
+absl::StatusOr<ordered_json> MeasureOperations(RankModels& models, const StepBenchFlags& flags,
+                                               const PatchSet& patches) {
+  std::vector<OperationTime> times;
+  ISTHMUS_RETURN_IF_ERROR(
+      models.ForEach([&](size_t rank, const RandomModel& of_rank) -> absl::Status {
+        ISTHMUS_ASSIGN_OR_RETURN(std::vector<OperationTime> found,
+                                 TimeOperations(of_rank, flags, patches));
+        if (rank == 0) times = std::move(found);
+        return absl::OkStatus();
+      }));
   ordered_json operations = ordered_json::array();
   for (const OperationTime& one : times) {
     const double each = one.us / static_cast<double>(one.calls);
@@ -254,7 +248,63 @@ absl::StatusOr<ordered_json> RunStepBench(const StepBenchFlags& flags) {
     operations.push_back(
         {{"name", one.name}, {"calls", one.calls}, {"us", one.us}, {"us_each", each}});
   }
-  record["operations"] = std::move(operations);
+  return operations;
+}
+
+}  // namespace
+
+absl::StatusOr<ordered_json> RunStepBench(const StepBenchFlags& flags) {
+  ISTHMUS_ASSIGN_OR_RETURN(const RandomModelOptions options, OptionsOf(flags));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<RankModels> models,
+                           RankModels::Create(options, flags.is_rank_alone));
+  const RandomModel& model = models->first();
+  ISTHMUS_ASSIGN_OR_RETURN(const PatchSet patches,
+                           PatchSet::Resolve(kernels::AllPatches(), flags.patches));
+  const std::string communication = flags.tp == 1                  ? "none"
+                                    : !models->has_communication() ? "none: one rank alone"
+                                    : models->has_nccl()           ? "peer memory, NCCL"
+                                                                   : "peer memory";
+  ordered_json record = {{"bench", "step"},
+                         {"device", model.device().properties().name},
+                         {"shape", flags.shape},
+                         {"layers", flags.layers},
+                         {"tp", flags.tp},
+                         {"communication", communication},
+                         {"batch", flags.batch},
+                         {"context", flags.context},
+                         {"arithmetic", flags.arithmetic},
+                         {"experts", flags.experts},
+                         {"index_keys", flags.index_keys},
+                         {"batch_invariant", flags.batch_invariant},
+                         {"patches", patches.Describe()}};
+  std::cout << absl::StreamFormat(
+      "%s, %s, %d layers, tp %d (communication: %s), batch %d, context %d, %s, experts %s\n",
+      model.device().properties().name, flags.shape, flags.layers, flags.tp, communication,
+      flags.batch, flags.context, flags.arithmetic, flags.experts);
+  StepCost cost;
+  ISTHMUS_RETURN_IF_ERROR(
+      models->ForEach([&](size_t rank, const RandomModel& of_rank) -> absl::Status {
+        ISTHMUS_ASSIGN_OR_RETURN(StepCost found, CostOf(of_rank, patches));
+        if (rank == 0) cost = std::move(found);
+        return absl::OkStatus();
+      }));
+  PrintCost(model, cost);
+  record["touched_experts"] = cost.touched_experts;
+  record["bytes"] = {{"routed", cost.routed_bytes},
+                     {"other_weights", cost.other_weight_bytes},
+                     {"caches", cost.cache_bytes},
+                     {"all", cost.bytes()}};
+  record["floor_ms"] = cost.floor_ms();
+  record["floor_bytes_per_s"] = kReadRate;
+  if (flags.is_ladder) {
+    ISTHMUS_ASSIGN_OR_RETURN(record["ladder"], ClimbLadder(*models, flags, cost));
+    return record;
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(const StepTime time, TimeStep(*models, flags, patches));
+  record["step"] = Describe(time, flags, cost, "step");
+  record["workspace_bytes"] = model.device().workspace_bytes();
+  if (!flags.has_operations) return record;
+  ISTHMUS_ASSIGN_OR_RETURN(record["operations"], MeasureOperations(*models, flags, patches));
   return record;
 }
 

@@ -15,7 +15,8 @@ namespace isthmus::diag {
 struct StepBenchFlags {
   std::string shape = "v4-flash";  // Or "miniature", which the emulator can run.
   int layers = 43;
-  int tp = 1;
+  int tp = 1;                  // Ranks, each on a device of its own where there are as many.
+  bool is_rank_alone = false;  // One rank's share without communication.
   int64_t batch = 1;
   int64_t context = 4096;
   std::string arithmetic = "reference";

@@ -55,7 +55,7 @@ int64_t StoredBytes(const kernels::WeightView& w) {
   return kernels::TiledBytes(w) + model::BlockScaleBytes(w);
 }
 
-absl::StatusOr<StepCost> CostOf(const RandomModel& model) {
+absl::StatusOr<StepCost> CostOf(const RandomModel& model, const PatchSet& patches) {
   StepCost cost;
   std::vector<std::set<int32_t>> chosen(static_cast<size_t>(model.config().num_hidden_layers));
   model::Tap tap;
@@ -69,8 +69,8 @@ absl::StatusOr<StepCost> CostOf(const RandomModel& model) {
   };
   model::ForwardBatch batch = model.batch();
   batch.tap = &tap;
-  kernels::Exec exec = model.device().exec();
-  exec.phase = kPhaseDecode;
+  kernels::Exec exec = model.exec();
+  exec.patches = &patches;
   ISTHMUS_RETURN_IF_ERROR(model.forward().Enqueue(batch, model.inputs(), exec));
   ISTHMUS_RETURN_IF_ERROR(model.device().stream().Synchronise());
   const model::ModelViews& views = model.weights().views();

@@ -25,7 +25,7 @@ struct StepCost {
 };
 
 // Runs the step once, with a tap that sees which experts are chosen.
-absl::StatusOr<StepCost> CostOf(const RandomModel& model);
+absl::StatusOr<StepCost> CostOf(const RandomModel& model, const PatchSet& patches);
 
 // Bytes of a matrix and its scales as the device holds them.
 int64_t StoredBytes(const kernels::WeightView& w);
