@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/patches.h"
 #include "kernels/testing/device.h"
 #include "tests/fidelity/compare.h"
 #include "tests/fidelity/models.h"
@@ -105,6 +106,24 @@ TEST_P(DeviceTest, LogitsAreWithinTheGoldenTolerances) {
                                         : "tiny-random-3layer/io/decode.ref.safetensors"));
   ASSERT_TRUE(golden.ok()) << golden.status();
   const auto dump = DumpOf(OnDevice(GetParam()), InputIds(*golden), {.decode_tokens = 10});
+  ASSERT_TRUE(dump.ok()) << dump.status();
+  const Comparison comparison = Compare(*golden, FromDump(*dump));
+  EXPECT_TRUE(comparison.passed()) << comparison.Report();
+}
+
+// Everything on but what multiplies in less than the reference's precision on purpose.
+TEST(DevicePatchTest, AllTogetherStayWithinTheGoldenTolerances) {
+  ISTHMUS_REQUIRE_DEVICE();
+  if (!kernels::IsRealDevice()) GTEST_SKIP() << "the emulator is slow";
+  EngineChoice choice = OnDevice(Arithmetic::kReference);
+  for (const Patch* patch : kernels::AllPatches()) {
+    const bool is_narrow =
+        patch->name == "hyper_connection.bf16" || patch->name == "hyper_connection.tf32";
+    choice.patches[std::string(patch->name)] = !is_narrow;
+  }
+  const auto golden = ReadTensorSet(BundledPath("tiny-random-3layer/io/decode.ref.safetensors"));
+  ASSERT_TRUE(golden.ok()) << golden.status();
+  const auto dump = DumpOf(choice, InputIds(*golden), {.decode_tokens = 10});
   ASSERT_TRUE(dump.ok()) << dump.status();
   const Comparison comparison = Compare(*golden, FromDump(*dump));
   EXPECT_TRUE(comparison.passed()) << comparison.Report();

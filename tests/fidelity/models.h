@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ struct EngineChoice {
   int threads = 1;
   int64_t index_topk = 0;  // 0: as the checkpoint says.
   std::string device = "cpu";
+  std::map<std::string, bool> patches = {};
 };
 
 // A fresh engine; the caller owns it.
