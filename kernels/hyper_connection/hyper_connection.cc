@@ -83,7 +83,8 @@ absl::Status CheckMix(const Args& args, int64_t num_mixes, int64_t num_scales, i
 constexpr Patch kFusedPre = {
     .name = "hyper_connection.fused_pre",
     .summary =
-        "Mix, gates and weighted sum in one launch over blocks of columns, on tensor cores with fn "
+        "Mix, gates and weighted sum in two launches over blocks of columns, on tensor cores with "
+        "fn "
         "in three bf16 terms, so that one token fills the device and fn is read once for many.",
     .phases = kPhasePrefill | kPhaseDecode,
     .default_on = false,

@@ -17,7 +17,7 @@
 // Layout     Rows may be strided.
 // Aliasing   HyperConnectionPost may write streams in place. Nothing else may overlap.
 // Numerics   f32; the mix as in kernels/core/gemm.h; round is to bf16 in reference arithmetic.
-// Workspace  tokens * 24 floats; fused, tokens * hidden / 64 * 25 and Exec::counters.
+// Workspace  tokens * 24 floats; fused, tokens * hidden / 64 * 25.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  A shape, type or stride breaks this contract.
 //            Unimplemented    No enabled variant supports this architecture.

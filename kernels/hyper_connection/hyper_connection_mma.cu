@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Patch hyper_connection.fused_pre: pre and the stream head in one launch, split over blocks of
+// Patch hyper_connection.fused_pre: pre and the stream head in two launches, split over blocks of
 // columns, fn as three bf16 terms. Bound by latency at few tokens; at many, by the streams, read
 // once from memory and once more from L2 (mix_mma.cuh).
 #include "kernels/hyper_connection/hyper_connection_variants.h"
@@ -35,7 +35,7 @@ absl::Status LaunchPreOf(const HyperConnectionPreArgs& args, const Exec& exec) {
   params.comb = args.comb.f32(0);
   params.comb_stride = args.comb.row_stride;
   params.iterations = args.sinkhorn_iterations;
-  return mix::LaunchMixGroups<T, mix::Precision::kF32, kNumMixes, false>(params, exec);
+  return mix::LaunchMix<T, mix::Precision::kF32, kNumMixes, false>(params, exec);
 }
 
 }  // namespace
@@ -48,10 +48,10 @@ absl::Status LaunchHyperConnectionPreMma(const HyperConnectionPreArgs& args, con
 absl::Status LaunchHyperConnectionHeadMma(const HyperConnectionHeadArgs& args, const Exec& exec) {
   constexpr mix::Precision kPrecision = mix::Precision::kF32;
   if (args.streams.dtype == DType::kBf16) {
-    return mix::LaunchMixGroups<uint16_t, kPrecision, kNumStreams, false>(MixParams<uint16_t>(args),
-                                                                          exec);
+    return mix::LaunchMix<uint16_t, kPrecision, kNumStreams, false>(MixParams<uint16_t>(args),
+                                                                    exec);
   }
-  return mix::LaunchMixGroups<float, kPrecision, kNumStreams, false>(MixParams<float>(args), exec);
+  return mix::LaunchMix<float, kPrecision, kNumStreams, false>(MixParams<float>(args), exec);
 }
 
 }  // namespace isthmus::kernels

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// One launch for post, mix, gates, the weighted sum and its RMSNorm, on tensor cores: patches
-// fused_post_pre and fused_pre.
+// Post, mix, gates, the weighted sum and its RMSNorm in two launches, on tensor cores: patches
+// fused_post_pre and fused_pre. This is the first: post and the sums of the mixes.
 //
-// Bound by memory with many tokens: y and the streams are read once, the new streams and x written
-// once, 80 KB a token of hidden 4096 in bf16; and by latency with few. A block has 64 columns of
+// Bound by memory with many tokens: y and the streams are read once and the new streams written
+// once, 72 KB a token of hidden 4096 in bf16; and by latency with few. A block has 64 columns of
 // all four streams, so that the new streams of its columns need nothing from elsewhere, and the
-// weights of its columns stay in registers while it passes over groups of tokens, four stages of
-// eight tokens ahead. Its sums for the 24 mixes and the squares go to `partials`; the last block to
-// come to a group adds them up, splits the mixes, and reads the new streams once more, from L2, for
-// x (mix_finish.cuh). No block ever waits for another.
+// weights of its columns stay in registers while tiles of eight tokens pass, four stages ahead. Its
+// sums for the 24 mixes and the squares go to `partials`, which a block a token adds up in the
+// second launch (mix_finish.cuh). A last block to come that did so held up its own tiles, was
+// therefore the last again, and finished alone what it should have shared.
 //
 // fn is multiplied in bf16 terms that add up to f32 (8 bits each), or in tf32; streams in reference
 // arithmetic are bf16 numbers, so they lose nothing.
 //
-// Letters: g t of a lane's place in a fragment (mma.cuh), j destination stream, u token of a group.
+// Letters: g t of a lane's place in a fragment (mma.cuh), j destination stream, u token of a tile.
 #pragma once
 
 #include "kernels/core/async_copy.cuh"
@@ -30,9 +30,8 @@ constexpr int kTile = 8;           // Tokens of one mma.
 constexpr int kBlockColumns = 64;  // Of hidden.
 constexpr int kWarpColumns = 32;   // A warp: these of one destination stream.
 constexpr int kMixWarps = kBlockColumns / kWarpColumns * M;
-constexpr int kThreads = (kMixWarps + 1) * kWarpLanes;  // One more warp balances comb.
+constexpr int kThreads = kMixWarps * kWarpLanes;
 constexpr int kStages = 4;
-constexpr int kMaxGroup = 32;      // Tokens that the last block to come finishes.
 constexpr int kGates = M + M * M;  // post and comb of a token.
 
 template <typename T>
@@ -50,12 +49,9 @@ struct Params {
   float* post;               // [tokens, 4], rows post_stride apart; may be post_in
   float* comb;               // [tokens, 16], rows comb_stride apart; may be comb_in
   float* partials;           // [tokens][hidden / kBlockColumns][mixes + 1]
-  unsigned* counters;        // [groups], zero
   int64_t y_stride, streams_stride, out_stride, post_in_stride, comb_in_stride;
   int64_t x_stride, post_stride, comb_stride;
   int64_t tokens, hidden;
-  int group;            // Tokens of a block, at most kMaxGroup.
-  int warps_per_token;  // In the last block's pass over x: 2, 4 or 8.
   int iterations;
   float epsilon, hc_epsilon, norm_epsilon;
 };
@@ -73,19 +69,6 @@ constexpr int StageBytes(bool has_post) {
   return Sources(has_post) * kTile * Pitch<T>() + (has_post ? kTile * kGates * 4 : 0);
 }
 constexpr int SumsBytes(int mixes) { return 2 * kMixWarps * kTile * (mixes + 1) * 4; }
-
-// Beside them, for a group's last block: pre, logits and the warps' sums; the norm's weight, when
-// the group is one token; then partial sums or, after them, x.
-constexpr int kLogitPitch = M * M + 1;
-constexpr int kGateFloats = kMaxGroup * (M + kLogitPitch) + 2 * kMixWarps;
-__host__ __device__ inline int64_t WeightFloats(int64_t hidden, int group) {
-  return group == 1 ? hidden : 0;
-}
-inline int64_t FinishBytes(int64_t hidden, int mixes, int group, int warps_per_token) {
-  const int64_t partial = int64_t{group} * kMixWarps * (mixes + 1) * 4;
-  const int64_t x = kMixWarps / warps_per_token * hidden * 2;
-  return (kGateFloats + WeightFloats(hidden, group)) * 4 + (partial > x ? partial : x);
-}
 
 // ---- Values.
 
@@ -176,7 +159,6 @@ __device__ __forceinline__ RawWeights LoadWeights(const uint8_t* fn, int64_t hid
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   RawWeights raw = {};
-  if (warp >= kMixWarps) return raw;
   const int64_t column = int64_t{blockIdx.x} * kBlockColumns + warp / M * kWarpColumns;
   const int64_t tile = (warp % M * hidden + column) / 8 + lane % 4;
   LoadRows(fn + tile * 512 + lane / 4 * 64, raw.a, raw.b);
@@ -245,32 +227,16 @@ __device__ __forceinline__ void Multiply(const Weights<kPrecision>& w, const flo
   }
 }
 
-// ---- The pass over the tokens of a group.
-
-// A tile of a group; and the one after it, in the next group of the block after the last.
-struct Place {
-  int first;  // Token of the group.
-  int tile;   // Counted in the group.
-};
-template <typename T>
-__device__ __forceinline__ int TokensOf(const Params<T>& p, int first) {
-  const int left = static_cast<int>(p.tokens) - first;
-  return left < p.group ? left : p.group;
-}
-template <typename T>
-__device__ __forceinline__ Place After(const Params<T>& p, Place at) {
-  if ((at.tile + 1) * kTile < TokensOf(p, at.first)) return {at.first, at.tile + 1};
-  return {at.first + static_cast<int>(gridDim.y) * p.group, 0};
-}
+// ---- The pass over the tiles.
 
 // Starts the copies of a tile into `stage`: rows of the block's columns of each source, and the
-// gates of each token. Tokens past the group's read as zero; past the last group nothing is copied.
+// gates of each token. Tokens past the last read as zero; past the last tile nothing is copied.
 template <typename T, bool kHasPost>
-__device__ __forceinline__ void CopyTile(const Params<T>& p, Place at, unsigned char* stage) {
+__device__ __forceinline__ void CopyTile(const Params<T>& p, int tile, unsigned char* stage) {
   constexpr int kChunks = kBlockColumns * int{sizeof(T)} / 16;
   constexpr int kSources = Sources(kHasPost);
-  const int left = TokensOf(p, at.first) - at.tile * kTile;
-  const int token0 = at.first + at.tile * kTile;
+  const int64_t token0 = int64_t{tile} * kTile;
+  const int64_t left = p.tokens - token0;
   if (left > 0) {
     const int64_t column = int64_t{blockIdx.x} * kBlockColumns;
     for (int i = static_cast<int>(threadIdx.x); i < kSources * kTile * kChunks; i += kThreads) {
@@ -299,11 +265,11 @@ __device__ __forceinline__ void CopyTile(const Params<T>& p, Place at, unsigned 
   CommitCopies();
 }
 
-// The new stream j of a tile's `left` tokens from token0 on, in the warp's columns: to `out`, and
+// The new stream j of the `left` tokens from token0 on, in the warp's columns: to `out`, and
 // into the sums of the mixes and squares. `sums` [kTile][kMixes + 1] is the warp's own.
 template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
 __device__ __forceinline__ void MixTile(const Params<T>& p, const Weights<kPrecision>& weights,
-                                        int64_t token0, int left, const unsigned char* stage,
+                                        int64_t token0, int64_t left, const unsigned char* stage,
                                         float* sums) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int g = static_cast<int>(threadIdx.x) % kWarpLanes / 4;
@@ -359,9 +325,10 @@ __device__ __forceinline__ void MixTile(const Params<T>& p, const Weights<kPreci
 
 // Adds up the warps' sums of a tile, in their order, into `partials`.
 template <typename T, int kMixes>
-__device__ __forceinline__ void AddWarps(const Params<T>& p, int64_t token0, int left,
-                                         const float* sums) {
+__device__ __forceinline__ void AddWarps(const Params<T>& p, int tile, const float* sums) {
   constexpr int kRow = kMixes + 1;
+  const int64_t token0 = int64_t{tile} * kTile;
+  const int64_t left = p.tokens - token0;
   for (int i = static_cast<int>(threadIdx.x); i < kTile * kRow; i += kThreads) {
     const int u = i / kRow;
     if (u >= left) break;
@@ -370,6 +337,54 @@ __device__ __forceinline__ void AddWarps(const Params<T>& p, int64_t token0, int
     for (int w = 0; w < kMixWarps; ++w) total += sums[w * kTile * kRow + i];
     p.partials[((token0 + u) * gridDim.x + blockIdx.x) * kRow + i % kRow] = total;
   }
+}
+
+// Blocks of a multiprocessor at once, as far as registers go. Shared memory leaves sm_120 but one.
+constexpr int MinBlocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return 1;
+#else
+  return 2;
+#endif
+}
+
+// Grid: [hidden / kBlockColumns, rows of blocks that share the tiles]. Block: kThreads. Shared
+// memory: kStages * StageBytes + SumsBytes, dynamic. Requires hidden % kBlockColumns == 0, rows
+// aligned to 16 bytes, fn in kMmaTiles.
+template <typename T, Precision kPrecision, int kMixes, bool kHasPost>
+__global__ __launch_bounds__(kThreads, (MinBlocks())) void MixTiles(Params<T> p) {
+  constexpr int kStage = StageBytes<T>(kHasPost);
+  constexpr int kSums = kMixWarps * kTile * (kMixes + 1);
+  unsigned char* stages = DynamicShared();
+  auto* sums = reinterpret_cast<float*>(stages + kStages * kStage);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+
+  LetSuccessorStart();
+  RawWeights raw = LoadWeights<kMixes>(p.fn, p.hidden);
+  WaitForPredecessor();
+  const int step = static_cast<int>(gridDim.y);
+  const int tiles = static_cast<int>((p.tokens + kTile - 1) / kTile);
+  int next = static_cast<int>(blockIdx.y);
+  for (int stage = 0; stage < kStages - 1; ++stage, next += step) {
+    CopyTile<T, kHasPost>(p, next, stages + stage * kStage);
+  }
+  Weights<kPrecision> weights;
+  SplitWeights(raw, &weights);
+  int n = 0;  // Tiles so far.
+  for (int tile = static_cast<int>(blockIdx.y); tile < tiles; tile += step, next += step, ++n) {
+    WaitForCopies<kStages - 2>();
+    __syncthreads();  // The tile is here, and all are done with the one before.
+    CopyTile<T, kHasPost>(p, next, stages + (n + kStages - 1) % kStages * kStage);
+    if (n > 0) AddWarps<T, kMixes>(p, tile - step, sums + (n - 1) % 2 * kSums);
+    const int64_t token0 = int64_t{tile} * kTile;
+    MixTile<T, kPrecision, kMixes, kHasPost>(p, weights, token0, p.tokens - token0,
+                                             stages + n % kStages * kStage,
+                                             sums + n % 2 * kSums + warp * kTile * (kMixes + 1));
+  }
+  __syncthreads();
+  const int last = static_cast<int>(blockIdx.y) + (n - 1) * step;
+  if (n > 0) AddWarps<T, kMixes>(p, last, sums + (n - 1) % 2 * kSums);
+  WaitForCopies<0>();
 }
 
 }  // namespace isthmus::kernels::mix

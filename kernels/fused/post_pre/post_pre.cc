@@ -16,39 +16,39 @@ constexpr uint32_t kBothPhases = kPhasePrefill | kPhaseDecode;
 constexpr Patch kFused = {
     .name = "hyper_connection.fused_post_pre",
     .summary =
-        "Post, mix, gates, weighted sum and norm in one launch that reads the streams from "
+        "Post, mix, gates, weighted sum and norm in two launches that read the streams from "
         "memory once, fn in three bf16 terms, which are all of f32.",
     .phases = kBothPhases,
     .default_on = false,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-6},
     .test = "PostPreTest",
-    .decision = "kernels/fused/post_pre/decisions/0001-post-pre-norm-in-one-launch.md"};
+    .decision = "kernels/fused/post_pre/decisions/0002-finish-in-a-launch-of-its-own.md"};
 constexpr Patch kBf16HiLo = {
     .name = "hyper_connection.bf16_hilo",
-    .summary = "The same launch with fn in two bf16 terms: a third fewer products and registers.",
+    .summary = "The same launches with fn in two bf16 terms: a third fewer products and registers.",
     .phases = kBothPhases,
     .default_on = false,
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/1e-5},
     .test = "PostPreTest",
-    .decision = "kernels/fused/post_pre/decisions/0001-post-pre-norm-in-one-launch.md"};
+    .decision = "kernels/fused/post_pre/decisions/0002-finish-in-a-launch-of-its-own.md"};
 constexpr Patch kTf32 = {
     .name = "hyper_connection.tf32",
     .summary =
-        "The same launch with fn in tf32, as other engines have it: as many products as two "
+        "The same launches with fn in tf32, as other engines have it: as many products as two "
         "bf16 terms.",
     .phases = kBothPhases,
     .default_on = false,
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/5e-4},
     .test = "PostPreTest",
-    .decision = "kernels/fused/post_pre/decisions/0001-post-pre-norm-in-one-launch.md"};
+    .decision = "kernels/fused/post_pre/decisions/0002-finish-in-a-launch-of-its-own.md"};
 constexpr Patch kBf16 = {
     .name = "hyper_connection.bf16",
-    .summary = "The same launch with fn in bf16: the fewest products and registers.",
+    .summary = "The same launches with fn in bf16: the fewest products and registers.",
     .phases = kBothPhases,
     .default_on = false,
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/5e-3},
     .test = "PostPreTest",
-    .decision = "kernels/fused/post_pre/decisions/0001-post-pre-norm-in-one-launch.md"};
+    .decision = "kernels/fused/post_pre/decisions/0002-finish-in-a-launch-of-its-own.md"};
 constexpr const Patch* kPatches[] = {&kFused, &kBf16HiLo, &kTf32, &kBf16};
 
 bool Fuses(const PostPreArgs& args) {

@@ -10,7 +10,7 @@
 // Types      On a GPU, in reference arithmetic, all of y, streams, out and x may be bf16.
 // Aliasing   post.out may be post.streams, pre.post may be post.post, pre.comb may be post.comb.
 //            Nothing else may overlap.
-// Workspace  Fused, tokens * hidden / 64 * 25 floats and Exec::counters.
+// Workspace  Fused, tokens * hidden / 64 * 25 floats.
 // Phases     Prefill, decode.
 // Errors     InvalidArgument  An argument breaks the contract of its operation, or pre.streams is
 //                             not post.out.

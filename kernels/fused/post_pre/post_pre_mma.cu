@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Patches hyper_connection.fused_post_pre, bf16_hilo, tf32 and bf16: everything between two half
-// layers in one launch (kernels/hyper_connection/mix_mma.cuh says how and what bounds it). The
+// layers in two launches (kernels/hyper_connection/mix_mma.cuh says how and what bounds it). The
 // floor is 20 * hidden values a token, 80 KB at hidden 4096 in bf16, and fn once.
 #include "kernels/fused/post_pre/post_pre_variants.h"
 #include "kernels/hyper_connection/mix_finish.cuh"
@@ -45,10 +45,10 @@ mix::Params<T> PostPreParams(const PostPreArgs& args) {
 template <mix::Precision kPrecision>
 absl::Status LaunchIn(const PostPreArgs& args, const Exec& exec) {
   if (args.pre.x.dtype == DType::kBf16) {
-    return mix::LaunchMixGroups<uint16_t, kPrecision, kNumMixes, true>(
-        PostPreParams<uint16_t>(args), exec);
+    return mix::LaunchMix<uint16_t, kPrecision, kNumMixes, true>(PostPreParams<uint16_t>(args),
+                                                                 exec);
   }
-  return mix::LaunchMixGroups<float, kPrecision, kNumMixes, true>(PostPreParams<float>(args), exec);
+  return mix::LaunchMix<float, kPrecision, kNumMixes, true>(PostPreParams<float>(args), exec);
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ absl::Status ValidatePostPre(const PostPreArgs& args, int arch = kArchCpu);
 // The three operations one after the other, each in its own variant.
 absl::Status LaunchPostPreInTurn(const PostPreArgs& args, const Exec& exec);
 
-// One launch; the precision is that of fn in the mix. Null in a build without CUDA.
+// Two launches; the precision is that of fn in the mix. Null in a build without CUDA.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchPostPreF32(const PostPreArgs& args, const Exec& exec);
 absl::Status LaunchPostPreBf16HiLo(const PostPreArgs& args, const Exec& exec);
