@@ -23,9 +23,11 @@ namespace {
 
 using testing::DeviceCopy;
 
-// A kernel that is loaded at its first launch waits until the device is idle, and here the others
-// wait for it: all are loaded before anything else.
-const bool kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
+// Kernels of several ranks on one device wait for each other, so none may wait for the device to be
+// idle, as a kernel does that is loaded at its first launch, nor for one of another rank, as streams
+// do that share one of the device's queues (8 unless told).
+const bool kIsSetUp = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0 &&
+                      setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
 
 struct Shape {
   int64_t rows, cols, x_stride, out_stride;

@@ -9,6 +9,7 @@
 // device; splits follow the lengths that the kernel reads, so nothing is scheduled on the host; the
 // last split of a row and group of heads adds up all of them, in their order.
 #include "kernels/attention/attention_keys.cuh"
+#include "kernels/attention/combine_splits.cuh"
 #include "kernels/core/workspace.h"
 #include "services/base/status_macros.h"
 
@@ -17,7 +18,7 @@ namespace attention_mma {
 namespace {
 
 constexpr int kUnset = -10000;
-constexpr int kMaxSplits = 6;
+constexpr int kMaxSplits = 10;
 constexpr int kMinTilesPerSplit = 2;
 constexpr int kBlocksPerSm = 2;
 
@@ -111,24 +112,6 @@ __device__ __forceinline__ void AddTileValues(const unsigned char* tile,
   }
 }
 
-// Eight values to 16-aligned memory.
-__device__ __forceinline__ void StoreEight(void* to, bool is_bf16, const float (&x)[8]) {
-  if (is_bf16) {
-    *static_cast<uint4*>(to) = make_uint4(Bf16Pair(x[0], x[1]), Bf16Pair(x[2], x[3]),
-                                          Bf16Pair(x[4], x[5]), Bf16Pair(x[6], x[7]));
-  } else {
-    static_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-    static_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
-  }
-}
-
-__device__ __forceinline__ void* OutputAt(const DeviceAttention& args, int64_t row, int head,
-                                          int d) {
-  const int64_t at = row * args.out_stride + int64_t{head} * kHeadDim + d;
-  return args.is_out_bf16 ? static_cast<void*>(static_cast<uint16_t*>(args.out) + at)
-                          : static_cast<void*>(static_cast<float*>(args.out) + at);
-}
-
 // Writes the warp's columns: to the output, divided by the sums of weights, or, with `values`, to a
 // split's share [heads][kHeadDim].
 template <int kMTiles>
@@ -162,62 +145,6 @@ __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t
             StoreEight(OutputAt(args, row, first_head + h, d), args.is_out_bf16, x);
           }
         }
-      }
-    }
-  }
-}
-
-// Adds up the splits of a row and group of heads, in their order. By the whole block, in the memory
-// of `scratch`: [splits][heads].
-template <int kMTiles>
-__device__ void CombineSplits(const DeviceAttention& args, int64_t row, int first_head, int splits,
-                              const float* values, const float2* weights, float2* scratch) {
-  constexpr int kHeads = 16 * kMTiles;
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < splits * kHeads; i += kThreads) scratch[i] = __ldcg(weights + i);
-  __syncthreads();
-  if (thread < kHeads) {
-    const int head = first_head + thread;
-    const float sink = head < args.num_heads ? args.sink[head] * kLog2E : 0.0f;
-    float max = -INFINITY;
-    for (int s = 0; s < splits; ++s) max = fmaxf(max, scratch[s * kHeads + thread].x);
-    float total = FastExp2(sink - max);
-    for (int s = 0; s < splits; ++s) {
-      float2& one = scratch[s * kHeads + thread];
-      one.x = FastExp2(one.x - max);
-      total = fmaf(one.x, one.y, total);
-    }
-    for (int s = 0; s < splits; ++s) scratch[s * kHeads + thread].x /= total;
-  }
-  __syncthreads();
-  constexpr int kStep = 4;  // Heads whose loads are on their way together.
-  const int d = 4 * thread;
-  for (int h = 0; h < kHeads; h += kStep) {
-    float4 sum[kStep] = {};
-    for (int s = 0; s < splits; ++s) {
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        const int at = s * kHeads + h + i;
-        if (first_head + h + i >= args.num_heads) continue;
-        const float4 x =
-            __ldcg(reinterpret_cast<const float4*>(values + int64_t{at} * kHeadDim + d));
-        const float p = scratch[at].x;
-        sum[i] = make_float4(fmaf(p, x.x, sum[i].x), fmaf(p, x.y, sum[i].y), fmaf(p, x.z, sum[i].z),
-                             fmaf(p, x.w, sum[i].w));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      if (first_head + h + i >= args.num_heads) continue;
-      void* to = OutputAt(args, row, first_head + h + i, d);
-      float4 x = sum[i];
-      if (args.is_reference) {
-        x = make_float4(RoundBf16(x.x), RoundBf16(x.y), RoundBf16(x.z), RoundBf16(x.w));
-      }
-      if (args.is_out_bf16) {
-        *static_cast<uint2*>(to) = make_uint2(Bf16Pair(x.x, x.y), Bf16Pair(x.z, x.w));
-      } else {
-        *static_cast<float4*>(to) = x;
       }
     }
   }
