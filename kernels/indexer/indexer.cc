@@ -31,7 +31,7 @@ constexpr Patch kMmaScores = {
     .name = "indexer.mma_scores",
     .summary =
         "Keys stay in registers as tensor-core operands while the heads of several rows stream "
-        "past, in even shares of all keys over the multiprocessors.",
+        "past, in even shares of all keys over the multiprocessors; then a selection by radix.",
     .phases = kPhasePrefill | kPhaseDecode,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
     .test = "IndexerCudaTest",
@@ -40,8 +40,8 @@ constexpr Patch kMmaScores = {
 constexpr Patch kFusedSelect = {
     .name = "indexer.fused_select",
     .summary =
-        "The block that scores a decode row's last tile (as indexer.mma_scores) selects its "
-        "entries by radix in the same launch.",
+        "With few rows and keys, the block that scores a decode row's last tile (as "
+        "indexer.mma_scores) selects its entries by radix in the same launch.",
     .phases = kPhaseDecode,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
     .test = "IndexerCudaTest",
@@ -62,15 +62,20 @@ bool KeysFillTiles(const IndexerArgs& args) {
 }
 
 #if ISTHMUS_HAS_CUDA
+// One launch pays while a block has a few keys of a row; with more, twelve warps score more slowly
+// than sixteen, and 384 threads select more slowly than 1024.
+bool IsSmall(const IndexerArgs& args, const Exec& exec) {
+  return args.q.rows * (args.device_batch->max_tokens / kIndexRatio) <= int64_t{exec.num_sms} * 256;
+}
 absl::Status LaunchIndexerFused(const IndexerArgs& args, const Exec& exec) {
-  if (FitsOnePass(args) && exec.counters != nullptr && args.q.rows <= kNumCounters) {
+  if (FitsOnePass(args) && IsSmall(args, exec) && exec.counters != nullptr &&
+      args.q.rows <= kNumCounters) {
     return RunIndexerPasses(args, exec, ScoreAndSelectByMma, nullptr);
   }
   return RunIndexerPasses(args, exec, ScoreByMma, SelectByRadix);
 }
 absl::Status LaunchIndexerMma(const IndexerArgs& args, const Exec& exec) {
-  return RunIndexerPasses(args, exec, ScoreByMma,
-                          IsActive(kRadixTopK, exec) ? SelectByRadix : SelectByBits);
+  return RunIndexerPasses(args, exec, ScoreByMma, SelectByRadix);
 }
 absl::Status LaunchIndexerRadix(const IndexerArgs& args, const Exec& exec) {
   return RunIndexerPasses(args, exec, ScoreByThreads, SelectByRadix);

@@ -14,179 +14,31 @@
 
 #include "kernels/indexer/indexer_passes.h"
 #include "kernels/indexer/indexer_rows.cuh"
-#include "kernels/indexer/mma_keys.cuh"
+#include "kernels/indexer/mma_plan.cuh"
 #include "kernels/indexer/radix_select.cuh"
 
 namespace isthmus::kernels {
 namespace mma_scores {
 
-constexpr int kHeadTiles = 4;
-constexpr int kHeads = 16 * kHeadTiles;  // At most.
-constexpr int kHeldRanks = 16;           // Of a row, in registers of a thread that selects.
+constexpr int kHeldRanks = 16;  // Of a row, in registers of a thread that selects.
 
-// How a kernel is cut.
-template <EntryFormat kFormatOf, int kTilesOf, bool kSelectsOf>
-struct Cut {
-  static constexpr EntryFormat kFormat = kFormatOf;
-  static constexpr int kTiles = kTilesOf;  // Of 8 keys, of a warp.
-  static constexpr int kKeys = 8 * kTiles;
-  static constexpr bool kSelects = kSelectsOf;
-  // Selecting takes registers, which twelve warps leave.
-  static constexpr int kWarps = kSelects ? 12 : 16;
-  static constexpr int kThreads = kWarps * kWarpLanes;
-  // Rows whose queries lie in shared memory together: what the keys leave.
-  static constexpr int kSlots = kFormat == EntryFormat::kKeyFp4 || kSelects ? 3 : 2;
-};
-
-// Consecutive rows of one sequence and a range of tiles of its keys.
-struct Run {
-  int first_row;  // Of the pass.
-  int rows;
-  int slot;  // Of the first row.
-  int first_tile;
-  int first_item;  // Tiles of earlier runs of the batch.
-};
-
+// Where the address of an item's page lies.
 template <typename C>
-struct Shared {
-  uint4 q[C::kSlots][kHeadTiles][kSteps][kWarpLanes];  // A operands; lane ^ (s & 4)
-  float w[C::kSlots][kHeads];                          // Times the power of two of the head.
-  alignas(
-      16) unsigned char keys[C::kWarps][C::kKeys * kKeyBytes<C::kFormat>];  // Of one tile per warp
-  uint32_t scales[C::kWarps][C::kKeys];
-  Run runs[C::kSlots];
-  int num_runs;
-  int num_slots;
-  int num_items;
-  int left;      // Tiles of the block's share that no batch had yet,
-  int next_row;  // and where they begin.
-  int next_tile;
-  bool is_finished[C::kSlots];  // The run: all its tiles, by all blocks.
-  unsigned warp_sums[kWarpLanes];
-};
-
-struct RunShape {
-  int rows = 0;
-  int tiles = 0;
-};
-
-// The run that begins at `row`, or none. Runs end with a sequence and at multiples of kSlots rows,
-// so that they do not depend on who asks.
-template <typename C>
-__device__ __forceinline__ RunShape RunAt(const IndexerPass& pass, int row) {
-  const int32_t* sequence = pass.batch.row_sequence + pass.first_row + row;
-  if (*sequence < 0) return {};
-  const int place = row % C::kSlots;
-  if (place != 0 && sequence[-1] == *sequence) return {};
-  const int left = static_cast<int>(pass.rows) - row;
-  const int most = min(C::kSlots - place, left);
-  int rows = 1;
-  while (rows < most && sequence[rows] == *sequence) ++rows;
-  const int64_t visible = VisibleKeys(pass.batch.row_position[pass.first_row + row + rows - 1]);
-  if (!NeedsScores(visible, pass.topk, pass.has_dump)) return {};
-  return {rows, static_cast<int>((visible + C::kKeys - 1) / (C::kKeys))};
-}
-
-// The share of the block in the tiles of all runs.
-template <typename C>
-__device__ void FindShare(const IndexerPass& pass, Shared<C>& shared) {
-  const int rows = static_cast<int>(pass.rows);
-  const int per_thread = (rows + C::kThreads - 1) / C::kThreads;
-  const int first = static_cast<int>(threadIdx.x) * per_thread;
-  const int last = min(rows, first + per_thread);
-  unsigned mine = 0;
-  for (int row = first; row < last; ++row) {
-    mine += static_cast<unsigned>(RunAt<C>(pass, row).tiles);
-  }
-  unsigned total = 0;
-  unsigned before = SumBefore<C::kThreads>(mine, shared.warp_sums, &total);
-  const auto begin = static_cast<unsigned>(uint64_t{total} * blockIdx.x / gridDim.x);
-  const auto end = static_cast<unsigned>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
-  if (threadIdx.x == 0) shared.left = static_cast<int>(end - begin);
-  if (before <= begin && begin < before + mine) {
-    for (int row = first; row < last; ++row) {
-      const auto tiles = static_cast<unsigned>(RunAt<C>(pass, row).tiles);
-      if (begin < before + tiles) {
-        shared.next_row = row;
-        shared.next_tile = static_cast<int>(begin - before);
-        break;
-      }
-      before += tiles;
-    }
-  }
-  __syncthreads();
-}
-
-// The next runs of the block, as many as there are slots. By one warp.
-template <typename C>
-__device__ void PlanBatch(const IndexerPass& pass, Shared<C>& shared) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int left = shared.left;
-  int row = shared.next_row;
-  int tile = shared.next_tile;
-  int runs = 0;
-  int slots = 0;
-  int items = 0;
-  bool is_full = false;
-  __syncwarp();
-  while (!is_full && items < left) {
-    RunShape mine;
-    if (row + lane < pass.rows) mine = RunAt<C>(pass, row + lane);
-    unsigned found = __ballot_sync(kFullWarp, mine.tiles > 0 ? 1 : 0);
-    int next = row + kWarpLanes;
-    while (found != 0 && items < left) {
-      const int source = __ffs(static_cast<int>(found)) - 1;
-      const int rows = __shfl_sync(kFullWarp, mine.rows, source);
-      const int tiles = __shfl_sync(kFullWarp, mine.tiles, source);
-      if (slots + rows > C::kSlots) {
-        next = row + source;
-        is_full = true;
-        break;
-      }
-      if (lane == 0) shared.runs[runs] = {row + source, rows, slots, tile, items};
-      items += min(tiles - tile, left - items);
-      tile = 0;
-      slots += rows;
-      ++runs;
-      found &= found - 1;
-    }
-    row = next;
-  }
-  if (lane == 0) {
-    shared.num_runs = runs;
-    shared.num_slots = slots;
-    shared.num_items = items;
-    shared.left = left - items;
-    shared.next_row = row;
-    shared.next_tile = tile;
-  }
-}
-
-// The run that item `item` of the batch belongs to, and the first key of its tile.
-template <typename C>
-__device__ __forceinline__ const Run& RunOf(const Shared<C>& shared, int item) {
-  int r = 0;
-  while (r + 1 < shared.num_runs && shared.runs[r + 1].first_item <= item) ++r;
-  return shared.runs[r];
-}
-template <typename C>
-__device__ __forceinline__ int FirstKey(const Run& run, int item) {
-  return (run.first_tile + item - run.first_item) * C::kKeys;
-}
-
-// Starts the copies of an item's keys. A tile lies within a page; keys that nobody sees are copied
-// along, and stay in their own columns.
-template <typename C>
-__device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<C>& shared, int item) {
-  constexpr int kPieces = kKeyBytes<C::kFormat> / 16;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+__device__ __forceinline__ std::byte* const* PagePlace(const IndexerPass& pass,
+                                                       const Shared<C>& shared, int item) {
   const Run& run = RunOf(shared, item);
-  const int first_key = FirstKey<C>(run, item);
-  const int32_t sequence = pass.batch.row_sequence[pass.first_row + run.first_row];
-  const int page_number = first_key / pass.plane.entries;
-  const int entry = first_key - page_number * pass.plane.entries;
-  std::byte* page = pass.batch.sequences[sequence].pages[kIndexKey][page_number];
+  return run.pages + FirstKey<C>(run, item) / pass.plane.entries;
+}
+
+// Starts the copies of an item's keys from its page, and of the address of the warp's next page. A
+// tile lies within a page; keys that nobody sees are copied along, and stay in their own columns.
+template <typename C>
+__device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<C>& shared, int item,
+                                          std::byte* page) {
+  constexpr int kPieces = kKeyBytes<C::kFormat> / 16;
+  const int lane = FreshLane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int entry = FirstKey<C>(RunOf(shared, item), item) % pass.plane.entries;
   const std::byte* data = EntryData(pass.plane, page, entry);
   // A warp copies 512 bytes at a time, an even number of keys (or one pair): the swap of halves is
   // that of the first.
@@ -201,7 +53,33 @@ __device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<C>& sh
       CopyAsyncSmall<4>(&shared.scales[warp][lane], EntryScale(pass.plane, page, entry) + 4 * lane);
     }
   }
+  if (lane == 0 && item + C::kWarps < shared.num_items) {
+    CopyAsyncSmall<8>(&shared.next_page[warp], PagePlace(pass, shared, item + C::kWarps));
+  }
   CommitCopies();
+}
+
+// The row of the pass whose queries lie in a slot.
+template <typename C>
+__device__ __forceinline__ int64_t RowOfSlot(const IndexerPass& pass, const Shared<C>& shared,
+                                             int slot) {
+  int r = 0;
+  while (r + 1 < shared.num_runs && shared.runs[r + 1].slot <= slot) ++r;
+  return pass.first_row + shared.runs[r].first_row + slot - shared.runs[r].slot;
+}
+
+// The queries of the batch's rows, into L2 while the addresses of pages are on their way.
+template <typename C>
+__device__ __forceinline__ void PrefetchQueries(const IndexerPass& pass, const Shared<C>& shared) {
+  constexpr int kSectorFloats = 8;
+  const int64_t floats = pass.num_heads * kDim;
+  for (int slot = 0; slot < shared.num_slots; ++slot) {
+    const float* q = pass.q + RowOfSlot(pass, shared, slot) * pass.q_stride;
+    for (int64_t i = int64_t{threadIdx.x} * kSectorFloats; i < floats;
+         i += int64_t{C::kThreads} * kSectorFloats) {
+      PrefetchL2(q + i);
+    }
+  }
 }
 
 // The queries of the batch's rows as operands, and their weights. A warp takes a head at a time.
@@ -217,9 +95,7 @@ __device__ void StageQueries(const IndexerPass& pass, Shared<C>& shared) {
        i += C::kWarps) {
     const int slot = i / padded_heads;
     const int h = i % padded_heads;
-    int r = 0;
-    while (r + 1 < shared.num_runs && shared.runs[r + 1].slot <= slot) ++r;
-    const int64_t row = pass.first_row + shared.runs[r].first_row + slot - shared.runs[r].slot;
+    const int64_t row = RowOfSlot(pass, shared, slot);
     const float* q = pass.q + row * pass.q_stride + int64_t{h} * kDim;
     float x[4] = {};
     if (h < heads) {
@@ -328,8 +204,11 @@ __device__ __forceinline__ void ScoreItem(const IndexerPass& pass, Shared<C>& sh
     LoadKey<C::kFormat>(shared.keys[warp], shared.scales[warp], 8 * i + lane / 4, keys[i]);
   }
   const float factor = KeyFactor<C::kFormat>(shared.scales[warp], KeyOfLane<C::kTiles>());
+  std::byte* next_page = shared.next_page[warp];
   __syncwarp();
-  if (item + C::kWarps < shared.num_items) FetchKeys(pass, shared, item + C::kWarps);
+  if (item + C::kWarps < shared.num_items) {
+    FetchKeys(pass, shared, item + C::kWarps, next_page);
+  }
 
   const Run& run = RunOf(shared, item);
   const int first_key = FirstKey<C>(run, item);
@@ -405,13 +284,19 @@ __global__ __launch_bounds__(C::kThreads, 1) void ScoreKeysByMma(
     unsigned* finished) {  // [rows of the pass], zeros; null unless C::kSelects
   auto& shared = *reinterpret_cast<Shared<C>*>(DynamicShared());
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  LetSuccessorStart();
+  PrefetchBatch(pass);
+  WaitForPredecessor();
   FindShare(pass, shared);
   if constexpr (C::kSelects) ListShortRows<C>(pass);
   while (shared.left > 0) {
     __syncthreads();
     if (warp == 0) PlanBatch(pass, shared);
     __syncthreads();
-    if (warp < shared.num_items) FetchKeys(pass, shared, warp);
+    PrefetchQueries(pass, shared);
+    if (warp < shared.num_items) {
+      FetchKeys(pass, shared, warp, *PagePlace(pass, shared, warp));
+    }
     StageQueries(pass, shared);
     __syncthreads();
     for (int item = warp; item < shared.num_items; item += C::kWarps) ScoreItem(pass, shared, item);
@@ -425,7 +310,8 @@ absl::Status LaunchCut(const IndexerPass& pass, const Exec& exec) {
   return Launch("ScoreKeysByMma",
                 {.grid = dim3(static_cast<unsigned>(exec.num_sms)),
                  .block = dim3(C::kThreads),
-                 .shared_bytes = sizeof(Shared<C>)},
+                 .shared_bytes = sizeof(Shared<C>),
+                 .overlaps_predecessor = true},
                 exec, ScoreKeysByMma<C>, pass, C::kSelects ? exec.counters : nullptr);
 }
 

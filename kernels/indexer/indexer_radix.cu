@@ -17,6 +17,8 @@ constexpr int kHeldRanks = 8;
 // Grid: rows of the pass. Block: kThreads. Shared memory: RadixShared, static.
 __global__ __launch_bounds__(kThreads) void SelectRowByRadix(const IndexerPass pass) {
   __shared__ RadixShared shared;
+  LetSuccessorStart();
+  WaitForPredecessor();
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
   if (r.sequence == nullptr) return;
   float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
@@ -39,8 +41,10 @@ __global__ __launch_bounds__(kThreads) void SelectRowByRadix(const IndexerPass p
 
 absl::Status SelectByRadix(const IndexerPass& pass, const Exec& exec) {
   return Launch("SelectRowByRadix",
-                {.grid = dim3(static_cast<unsigned>(pass.rows)), .block = dim3(kThreads)}, exec,
-                SelectRowByRadix, pass);
+                {.grid = dim3(static_cast<unsigned>(pass.rows)),
+                 .block = dim3(kThreads),
+                 .overlaps_predecessor = true},
+                exec, SelectRowByRadix, pass);
 }
 
 }  // namespace isthmus::kernels

@@ -16,8 +16,9 @@ struct IndexerRow {
 
 __device__ __forceinline__ IndexerRow RowOf(const DeviceBatch& batch, int64_t row) {
   const int32_t sequence = batch.row_sequence[row];
+  const int32_t position = batch.row_position[row];  // Both are on their way together.
   if (sequence < 0) return {};
-  return {batch.sequences + sequence, VisibleKeys(batch.row_position[row])};
+  return {batch.sequences + sequence, VisibleKeys(position)};
 }
 
 }  // namespace isthmus::kernels

@@ -12,7 +12,7 @@ namespace isthmus::kernels {
 inline constexpr int kTopDigitBits = 12;  // So that scores of one magnitude share few counters.
 
 struct RadixShared {
-  unsigned counts[1 << kTopDigitBits];
+  alignas(16) unsigned counts[1 << kTopDigitBits];
   unsigned warp_sums[kWarpLanes];
   unsigned digit;   // That of the last entry of the selection,
   unsigned before;  // entries below it,
@@ -64,8 +64,24 @@ __device__ __forceinline__ int LoadRanks(const float* scores, int first, int vis
   return left < kHeld ? left : kHeld;
 }
 
+template <int kThreads>
+__device__ __forceinline__ void ClearCounts(int bits, RadixShared& shared) {
+  for (int i = static_cast<int>(threadIdx.x); i < 1 << bits; i += kThreads) shared.counts[i] = 0;
+}
+
+// The sum of the `count` counters from `first` on; four that begin at 16 bytes come at once.
+__device__ __forceinline__ unsigned SumCounts(const RadixShared& shared, int first, int count) {
+  if (count == 4 && first % 4 == 0) {
+    const uint4 four = *reinterpret_cast<const uint4*>(shared.counts + first);
+    return four.x + four.y + four.z + four.w;
+  }
+  unsigned sum = 0;
+  for (int i = first; i < first + count; ++i) sum += shared.counts[i];
+  return sum;
+}
+
 // Counts the digit of `bits` bits at `shift` of the ranks that begin with `prefix`, and leaves in
-// `shared` the digit of the wanted-th of them (1 is the first).
+// `shared` the digit of the wanted-th of them (1 is the first). The counters have been cleared.
 template <int kThreads, int kHeld>
 __device__ __forceinline__ void FindDigit(const float* scores, int visible,
                                           const uint32_t (&held)[kHeld], int num_held,
@@ -74,10 +90,9 @@ __device__ __forceinline__ void FindDigit(const float* scores, int visible,
   constexpr int kChunk = kThreads * kHeld;
   const int thread = static_cast<int>(threadIdx.x);
   const int digits = 1 << bits;
-  for (int i = thread; i < digits; i += kThreads) shared.counts[i] = 0;
   __syncthreads();
   const auto count = [&](uint32_t rank) {
-    const uint64_t above = uint64_t{rank} >> shift;
+    const uint32_t above = rank >> shift;
     if (above >> bits == prefix) {
       atomicAdd(&shared.counts[above & static_cast<unsigned>(digits - 1)], 1u);
     }
@@ -96,19 +111,17 @@ __device__ __forceinline__ void FindDigit(const float* scores, int visible,
   }
   __syncthreads();
   const int per_thread = (digits + kThreads - 1) / kThreads;
-  const int begin = thread * per_thread;
-  unsigned sum = 0;
-  for (int i = begin; i < begin + per_thread && i < digits; ++i) sum += shared.counts[i];
+  const int begin = min(thread * per_thread, digits);
+  const int mine = min(per_thread, digits - begin);
+  const unsigned sum = SumCounts(shared, begin, mine);
   unsigned total = 0;
   unsigned before = SumBefore<kThreads>(sum, shared.warp_sums, &total);
-  for (int i = begin; i < begin + per_thread && i < digits; ++i) {
-    const unsigned here = shared.counts[i];
-    if (before < wanted && wanted <= before + here) {
-      shared.digit = static_cast<unsigned>(i);
-      shared.before = before;
-      shared.count = here;
-    }
-    before += here;
+  if (before < wanted && wanted <= before + sum) {  // One thread.
+    int digit = begin;
+    while (before + shared.counts[digit] < wanted) before += shared.counts[digit++];
+    shared.digit = static_cast<unsigned>(digit);
+    shared.before = before;
+    shared.count = shared.counts[digit];
   }
   __syncthreads();
 }
@@ -167,6 +180,7 @@ template <int kThreads, int kHeld>
 __device__ __forceinline__ void RadixSelect(const float* scores, int visible, int64_t topk,
                                             bool is_reference, RadixShared& shared, int32_t* out) {
   uint32_t held[kHeld];
+  ClearCounts<kThreads>(kTopDigitBits, shared);
   const int num_held = LoadRanks(scores, static_cast<int>(threadIdx.x) * kHeld, visible, held);
   const int last_shift = is_reference ? 16 : 0;
   auto wanted = static_cast<unsigned>(topk);
@@ -180,7 +194,7 @@ __device__ __forceinline__ void RadixSelect(const float* scores, int visible, in
     prefix = prefix << bits | shared.digit;
     wanted -= shared.before;
     if (shift == last_shift || wanted == shared.count) break;
-    __syncthreads();  // All have read the digit.
+    ClearCounts<kThreads>(is_reference ? 4 : 10, shared);  // A barrier stands after it.
   }
   EmitEntries<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, wanted, shared, out);
 }
