@@ -29,4 +29,10 @@ std::span<const Patch* const> AllPatches() {
   return patches;
 }
 
+std::map<std::string, bool> NoPatches() {
+  std::map<std::string, bool> off;
+  for (const Patch* patch : AllPatches()) off[std::string(patch->name)] = false;
+  return off;
+}
+
 }  // namespace isthmus::kernels

@@ -3,7 +3,9 @@
 // show.
 #pragma once
 
+#include <map>
 #include <span>
+#include <string>
 
 #include "services/base/patch.h"
 
@@ -11,5 +13,8 @@ namespace isthmus::kernels {
 
 // In the order of the operations' names.
 std::span<const Patch* const> AllPatches();
+
+// A configuration that switches every one of them off: the trusted paths alone.
+std::map<std::string, bool> NoPatches();
 
 }  // namespace isthmus::kernels

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/core/peer_group.h"
+#include "kernels/patches.h"
 #include "kernels/testing/device.h"
 #include "services/engine/engine.h"
 #include "services/engine/rank_forward.h"
@@ -54,6 +55,7 @@ class TwoRanks {
       ranks[r].forward = forwards_.back().get();
       ranks[r].vocabulary = plan.vocabulary;
       ranks[r].exec.communicator = &group_->communicator(number);
+      ranks[r].exec.patches = &patches_;
     }
     ranks[1].caches = CopiesOf(*pools_[0], *pools_[1]);
     const kernels::Exec exec = ranks[0].exec;
@@ -90,6 +92,8 @@ class TwoRanks {
   }
 
  private:
+  // The trusted paths, which have the bits of the CPU.
+  const PatchSet patches_ = PatchSet::Resolve(kernels::AllPatches(), kernels::NoPatches()).value();
   std::unique_ptr<kernels::PeerGroup> group_;
   std::vector<std::unique_ptr<model::ShardedWeights>> shares_;
   std::vector<std::unique_ptr<model::DeviceContext>> contexts_;

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "kernels/patches.h"
 #include "kernels/testing/device.h"
 #include "services/worker/testing/worker_pair.h"
 
@@ -15,6 +16,7 @@ WorkerConfig ConfigOn(const std::string& device) {
   WorkerConfig config;
   config.checkpoint = ISTHMUS_SOURCE_DIR "/tests/golden/tiny-random-3layer/nvfp4-cast";
   config.device = device;
+  config.patches = kernels::NoPatches();  // The trusted paths have the bits of the CPU.
   config.page_tokens = 128;
   config.cache_tokens = 1024;
   config.chunk_tokens = 64;

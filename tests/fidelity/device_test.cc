@@ -21,7 +21,10 @@ using kernels::Arithmetic;
 const char kModel[] = "tiny-random-3layer/nvfp4-cast";
 
 EngineChoice OnDevice(Arithmetic arithmetic) {
-  return {.checkpoint = BundledPath(kModel), .arithmetic = arithmetic, .device = "cuda:0"};
+  return {.checkpoint = BundledPath(kModel),
+          .arithmetic = arithmetic,
+          .device = "cuda:0",
+          .patches = kernels::NoPatches()};
 }
 EngineChoice OnHost(Arithmetic arithmetic) {
   return {.checkpoint = BundledPath(kModel), .arithmetic = arithmetic};
