@@ -8,6 +8,7 @@
 
 #include "kernels/core/async_copy.cuh"
 #include "kernels/core/mma.cuh"
+#include "kernels/core/pairs.cuh"
 #include "kernels/core/weight_tiles.h"
 #include "kernels/testing/device.h"
 #include "kernels/testing/inputs.h"
@@ -84,6 +85,28 @@ TEST(InstructionsTest, MmaMultipliesATileOfBf16) {
 TEST(InstructionsTest, MmaMultipliesATileOfE4m3) {
   // The hardware keeps fewer bits than f32 of an 8-bit product's sum.
   ExpectTileProduct<WeightFormat::kFp8Block128>(32, 1e-3);
+}
+
+__global__ void ConvertToE4m3(const float* values, uint32_t* words) {
+  const float* four = values + 4 * threadIdx.x;
+  words[threadIdx.x] = E4m3Codes(four[0], four[1], four[2], four[3]);
+}
+
+TEST(InstructionsTest, E4m3CodesRoundAsTheHostDoes) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  std::vector<float> values = {0.0f, -0.0f, 448.0f, 500.0f, -1e30f, 0x1p-9f, 0x1.8p-9f, 0x1p-10f};
+  for (int i = 8; i < 256; ++i) values.push_back((i % 2 == 0 ? 0.37f : -0.0123f) * i);
+  const DeviceCopy<float> input(values);
+  const DeviceCopy<uint32_t> words(64);
+  ASSERT_TRUE(Launch("ConvertToE4m3", {.grid = dim3(1), .block = dim3(64)}, device.exec(),
+                     ConvertToE4m3, input.data(), words.data())
+                  .ok());
+  device.Finish();
+  const std::vector<uint32_t> got = words.ToHost();
+  for (size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(got[i / 4] >> (8 * (i % 4)) & 0xffu, Fp8E4m3Code(values[i])) << values[i];
+  }
 }
 
 __global__ void LoadMatrices(const uint16_t* matrix, uint32_t* plain, uint32_t* transposed) {

@@ -91,6 +91,18 @@ __device__ __forceinline__ void F16PairsOfE4m3(uint32_t codes, uint32_t& low, ui
       : "r"(codes));
 #endif
 }
+// The e4m3 codes of four values, the first in the low byte; too large becomes 448, NaN stays NaN.
+__device__ __forceinline__ uint32_t E4m3Codes(float a, float b, float c, float d) {
+#if ISTHMUS_EMULATED
+  return uint32_t{Fp8E4m3Code(a)} | uint32_t{Fp8E4m3Code(b)} << 8 | uint32_t{Fp8E4m3Code(c)} << 16 |
+         uint32_t{Fp8E4m3Code(d)} << 24;
+#else
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return uint32_t{high} << 16 | low;
+#endif
+}
 // The products of the low halves and of the high halves.
 __device__ __forceinline__ uint32_t MultiplyF16Pair(uint32_t a, uint32_t b) {
 #if ISTHMUS_EMULATED
