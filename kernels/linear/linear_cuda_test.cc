@@ -62,7 +62,15 @@ class LinearCudaTest : public ::testing::TestWithParam<LinearVariant> {
     EXPECT_TRUE(SameBits(out.ToHost(), wide)) << "two runs differ";
     return Dense(wide, c.shape, c.out_stride());
   }
+  // Alone and as one of a batch whose rows have the bits that they have alone.
   void Check(const ShapeCase& shape, TestDevice& device) {
+    CheckOnce(shape, device);
+    if (shape.tokens > kFewTokens || GetParam().patch == nullptr) return;
+    device.exec().batch_invariant = true;
+    CheckOnce(shape, device);
+    device.exec().batch_invariant = false;
+  }
+  void CheckOnce(const ShapeCase& shape, TestDevice& device) {
     const HostCase c(shape);
     const std::vector<float> got = RunHere(c, device, false);
     if (got.empty()) return;
@@ -133,6 +141,7 @@ TEST_P(LinearCudaTest, DoesNotDependOnTheOrderOfThreads) {
           .cols = 640,
           .quantise = true},
            ShapeCase{.format = WeightFormat::kBf16, .tokens = 3, .rows = 280, .cols = 640},
+           ShapeCase{.format = WeightFormat::kFp8Block128, .tokens = 8, .rows = 90, .cols = 1300},
            ShapeCase{.format = WeightFormat::kFp8Block128, .tokens = 66, .rows = 40, .cols = 500},
            ShapeCase{.format = WeightFormat::kBf16, .tokens = 66, .rows = 40, .cols = 300},
        }) {

@@ -26,6 +26,7 @@ absl::Status ValidateLinear(const LinearArgs& args);
 std::span<const LinearVariant> LinearVariants();
 // What the patches take: few tokens and many.
 inline constexpr int64_t kSwapAbTokens = 64;
+inline constexpr int64_t kFewTokens = 8;  // Of which swap_ab has a kernel of its own.
 bool FitsSwapAb(const LinearArgs& args);
 bool FitsTilesLarge(const LinearArgs& args);
 
@@ -37,6 +38,7 @@ void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exe
 absl::Status LaunchLinearCuda(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec);
+absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchLinearTilesLarge(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView& out,

@@ -9,68 +9,26 @@
 namespace isthmus::kernels {
 namespace {
 
-// Word of e4m3 codes of inputs k .. k + 3, and the scale of the warp's whole unit. Null x: zeros.
-__device__ __forceinline__ uint32_t PackE4m3(const float* x, int64_t k, int64_t cols,
-                                             float* scale) {
-  float value[4];
-  float amax = 0.0f;
-  for (int i = 0; i < 4; ++i) {
-    value[i] = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
-    amax = fmaxf(amax, fabsf(value[i]));  // Passes over NaN.
-  }
-  const int exponent = Fp8ScaleExponent(WarpMax(amax));
-  *scale = PowerOfTwo(exponent);
-  const float inverse = 1.0f / *scale;
-  uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= uint32_t{Fp8E4m3Code(value[i] * inverse)} << (8 * i);
-  return word;
+// The kCount inputs from k on. Null x: zeros.
+template <int kCount>
+__device__ __forceinline__ void LoadInputs(const float* x, int64_t k, int64_t cols,
+                                           float (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) value[i] = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
 }
-
-// Words of inputs k, k + 1: rounded to bf16, and what that leaves.
-__device__ __forceinline__ uint2 PackBf16(const float* x, int64_t k, int64_t cols) {
-  uint2 words = make_uint2(0, 0);
-  for (int i = 0; i < 2; ++i) {
-    const float value = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
-    const uint16_t high = Bf16Bits(value);
-    const float rest = value - Bf16Value(high);
-    const uint16_t low = fabsf(rest) < INFINITY ? Bf16Bits(rest) : uint16_t{0};
-    words.x |= uint32_t{high} << (16 * i);
-    words.y |= uint32_t{low} << (16 * i);
-  }
-  return words;
-}
-
-// Words of inputs k .. k + 3 in f16, as multiples of the scale of the warp's whole unit: two words
-// (x, y) rounded to 11 bits, and (z, w) what that leaves. The largest magnitude of the unit is at
-// most 2^14, so that what f16 cannot hold is below 2^-38 of it.
-__device__ __forceinline__ uint4 PackF16(const float* x, int64_t k, int64_t cols, float* scale) {
-  float value[4];
-  float amax = 1e-30f;
-  for (int i = 0; i < 4; ++i) {
-    value[i] = x != nullptr && k + i < cols ? x[k + i] : 0.0f;
-    amax = fmaxf(amax, fabsf(value[i]));  // Passes over NaN.
-  }
-  const int exponent = CeilLog2(WarpMax(amax)) - 14;
-  *scale = PowerOfTwo(exponent);
-  const float inverse = PowerOfTwo(-exponent);
-  float high[4];
-  float low[4];
-  for (int i = 0; i < 4; ++i) {
-    const float v = value[i] * inverse;
-    const float spread = v * 8193.0f;  // 2^13 + 1: leaves the upper 11 of 24 bits.
-    const float rounded = spread - (spread - v);
-    const bool is_finite = fabsf(v) < INFINITY;
-    high[i] = is_finite ? rounded : v;
-    low[i] = is_finite ? v - rounded : 0.0f;
-  }
-  return make_uint4(F16Pair(high[0], high[1]), F16Pair(high[2], high[3]), F16Pair(low[0], low[1]),
-                    F16Pair(low[2], low[3]));
+// The largest magnitude among the warp's inputs, at least `floor`; passes over NaN.
+__device__ __forceinline__ float LargestOf(const float (&value)[4], float floor) {
+  float amax = floor;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) amax = fmaxf(amax, fabsf(value[i]));
+  return WarpMax(amax);
 }
 
 constexpr int kPackWarps = 8;
+constexpr int kPackTogether = 8;  // Tokens that a warp loads at a time.
 
-// Grid: [units, inputs, blocks of tokens]. Block: kPackWarps warps, each of which packs a token at
-// a time.
+// Grid: [units, inputs, blocks of tokens]. Block: kPackWarps warps, each of which packs
+// kPackTogether tokens at a time.
 template <Product kProduct>
 __global__ __launch_bounds__(kPackWarps* kWarpLanes) void PackTokens(
     const __grid_constant__ PackArgs args) {
@@ -92,27 +50,42 @@ __global__ __launch_bounds__(kPackWarps* kWarpLanes) void PackTokens(
   auto* low_words = reinterpret_cast<uint32_t*>(out + UnitHeadBytes(kProduct, tiles));
   const int64_t k = unit * UnitInputs(kProduct) + lane * (UnitInputs(kProduct) / kWarpLanes);
 
+  constexpr int kRun = UnitInputs(kProduct) / kWarpLanes;
+  float value[kPackTogether][kRun];
   uint32_t low_bits = 0;
-  for (int i = warp; i < 8 * tiles; i += kPackWarps) {
-    const float* x =
-        first + i < args.tokens ? args.x[input] + (first + i) * args.x_stride[input] : nullptr;
-    const int place =
-        WordInUnit(kProduct, tiles, lane / 8, i / 8, i % 8 * 4 + lane % 4, lane % 8 / 4);
-    float scale = 0.0f;
-    if constexpr (kProduct == Product::kE4m3) {
-      words[place] = PackE4m3(x, k, args.cols, &scale);
-    } else if constexpr (kProduct == Product::kE4m3ByF16) {
-      const uint4 four = PackF16(x, k, args.cols, &scale);
-      *reinterpret_cast<uint2*>(words + place) = make_uint2(four.x, four.y);
-      *reinterpret_cast<uint2*>(low_words + place) = make_uint2(four.z, four.w);
-      low_bits |= (four.z | four.w) & 0x7fff7fffu;
-    } else {
-      const uint2 both = PackBf16(x, k, args.cols);
-      words[place] = both.x;
-      low_words[place] = both.y;
-      low_bits |= both.y & 0x7fff7fffu;
+  for (int begin = warp; begin < 8 * tiles; begin += kPackTogether * kPackWarps) {
+#pragma unroll
+    for (int j = 0; j < kPackTogether; ++j) {  // All on their way before the first is packed.
+      const int64_t token = first + begin + j * kPackWarps;
+      const bool is_there = begin + j * kPackWarps < 8 * tiles && token < args.tokens;
+      LoadInputs(is_there ? args.x[input] + token * args.x_stride[input] : nullptr, k, args.cols,
+                 value[j]);
     }
-    if (HasScales(kProduct) && lane == 0) scales[i] = scale;
+#pragma unroll
+    for (int j = 0; j < kPackTogether; ++j) {
+      const int i = begin + j * kPackWarps;
+      if (i >= 8 * tiles) break;
+      const int place =
+          WordInUnit(kProduct, tiles, lane / 8, i / 8, i % 8 * 4 + lane % 4, lane % 8 / 4);
+      float scale = 0.0f;
+      if constexpr (kProduct == Product::kE4m3) {
+        scale = PowerOfTwo(Fp8ScaleExponent(LargestOf(value[j], 0.0f)));
+        words[place] = E4m3Word(value[j], 1.0f / scale);
+      } else if constexpr (kProduct == Product::kE4m3ByF16) {
+        const int exponent = F16UnitExponent(LargestOf(value[j], kF16AmaxFloor));
+        scale = PowerOfTwo(exponent);
+        const uint4 four = SplitF16(value[j], PowerOfTwo(-exponent));
+        *reinterpret_cast<uint2*>(words + place) = make_uint2(four.x, four.y);
+        *reinterpret_cast<uint2*>(low_words + place) = make_uint2(four.z, four.w);
+        low_bits |= (four.z | four.w) & 0x7fff7fffu;
+      } else {
+        const uint2 both = SplitBf16(value[j]);
+        words[place] = both.x;
+        low_words[place] = both.y;
+        low_bits |= both.y & 0x7fff7fffu;
+      }
+      if (HasScales(kProduct) && lane == 0) scales[i] = scale;
+    }
   }
   if constexpr (HasLowParts(kProduct)) {
     if (__any_sync(kFullWarp, low_bits != 0) && lane == 0) atomicOr(&any_low, 1u);

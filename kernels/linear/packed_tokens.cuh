@@ -15,6 +15,7 @@
 
 #include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
+#include "kernels/core/pairs.cuh"
 #include "kernels/core/tensor.h"
 #include "kernels/core/weight.h"
 
@@ -53,6 +54,49 @@ ISTHMUS_HOST_DEVICE constexpr int WordInUnit(Product p, int tiles, int step, int
   if (p == Product::kE4m3ByF16) return ((step * tiles + tile) * kWarpLanes + lane) * 4 + 2 * h;
   if (tiles == 1) return (step * kWarpLanes + lane) * 2 + h;
   return ((step * (tiles / 2) + tile / 2) * kWarpLanes + lane) * 4 + tile % 2 * 2 + h;
+}
+
+// ---- Words of neighbouring inputs
+
+// e4m3 codes of value * inverse.
+__device__ __forceinline__ uint32_t E4m3Word(const float (&value)[4], float inverse) {
+  return E4m3Codes(value[0] * inverse, value[1] * inverse, value[2] * inverse, value[3] * inverse);
+}
+
+// x rounded to bf16, y what that leaves.
+__device__ __forceinline__ uint2 SplitBf16(const float (&value)[2]) {
+  uint2 words = make_uint2(0, 0);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t high = Bf16Bits(value[i]);
+    const float rest = value[i] - Bf16Value(high);
+    const uint16_t low = fabsf(rest) < INFINITY ? Bf16Bits(rest) : uint16_t{0};
+    words.x |= uint32_t{high} << (16 * i);
+    words.y |= uint32_t{low} << (16 * i);
+  }
+  return words;
+}
+
+// Of the power of two whose multiples f16 words are, from the largest magnitude of a unit, which
+// becomes at most 2^14, so that what f16 cannot hold is below 2^-38 of it.
+inline constexpr float kF16AmaxFloor = 1e-30f;
+__device__ __forceinline__ int F16UnitExponent(float amax) { return CeilLog2(amax) - 14; }
+
+// value * inverse in f16: two words (x, y) rounded to 11 bits, and (z, w) what that leaves.
+__device__ __forceinline__ uint4 SplitF16(const float (&value)[4], float inverse) {
+  float high[4];
+  float low[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float v = value[i] * inverse;
+    const float spread = v * 8193.0f;  // 2^13 + 1: leaves the upper 11 of 24 bits.
+    const float rounded = spread - (spread - v);
+    const bool is_finite = fabsf(v) < INFINITY;
+    high[i] = is_finite ? rounded : v;
+    low[i] = is_finite ? v - rounded : 0.0f;
+  }
+  return make_uint4(F16Pair(high[0], high[1]), F16Pair(high[2], high[3]), F16Pair(low[0], low[1]),
+                    F16Pair(low[2], low[3]));
 }
 
 // Inputs of up to kMaxTasks linears.

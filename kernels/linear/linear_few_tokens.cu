@@ -1,0 +1,433 @@
+// SPDX-License-Identifier: Apache-2.0
+// Patch linear.swap_ab for at most eight tokens, where no row's bits must be those that it has
+// alone: one launch without a join between blocks. Bound by reading the weights once: N * K bytes
+// (fp8) or 2 N * K (bf16) at the rate of DRAM, and for small matrices by latency.
+//
+// A block owns whole rows of tiles. Its eight warps share K: warp w multiplies the groups w, w + 8,
+// ..., packs the tokens of its groups itself, in the registers that mma.sync takes them from, and
+// streams its weights through a ring of its own, so that warps meet only to add their sums. The
+// ring fills before the predecessor has ended.
+#include "kernels/linear/linear_stream.cuh"
+#include "kernels/linear/linear_variants.h"
+
+namespace isthmus::kernels {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kDepth = 5;  // Groups of a row of tiles on their way to a warp.
+constexpr int kTile = static_cast<int>(kPanelRows);
+constexpr int kBlockTiles = 128 / kTile;  // Rows of tiles with one scale a group.
+constexpr int kSumsOfRow = kTile * 8;
+constexpr size_t kRingBytes = size_t{kWarps} * kDepth * kTileUnitBytes;
+// Of a multiprocessor, for the registers: its shared memory has place for the successor, or not.
+#if defined(ISTHMUS_HAS_SM120A)
+[[maybe_unused]] constexpr int kBlocksTogether = 1;
+#else
+[[maybe_unused]] constexpr int kBlocksTogether = 2;
+#endif
+
+// Groups whose tokens are loaded together: as many as the registers last for, with two blocks a
+// multiprocessor, of which one is the successor's.
+template <Product kProduct>
+constexpr int kAhead = kProduct == Product::kBf16 ? 2 : 1;
+
+// Rows of tiles of a pass, which share the tokens' operands.
+template <Product kProduct>
+constexpr int kRows = kProduct == Product::kE4m3ByF16 ? 2 : 4;
+constexpr int kMostRows = 4;
+constexpr size_t kSharedBytes = kRingBytes + size_t{kWarps} * kMostRows * kSumsOfRow * 4;
+static_assert(kSharedBytes + 1024 <= kMaxSharedBytes);
+
+struct FewTokensArgs {
+  LinearTask tasks[kMaxTasks];
+  int first_line[kMaxTasks + 1];  // Of a task, among the rows of tiles of all tasks.
+  const float* x[kMaxTasks];      // [tokens, K], rows x_stride apart; by LinearTask::input
+  int64_t x_stride[kMaxTasks];
+  int cols;  // K
+  int num_tasks;
+  int tokens;
+  int groups;         // Along K: four k steps each.
+  int tiles_in_row;   // k steps along K.
+  int pass_rows;      // kRows.
+  int scale_columns;  // fp8.
+  bool is_aligned;    // Runs of four inputs are 16 aligned bytes, and end with K.
+};
+
+// Rows of tiles [row, row + count) of a task.
+struct Pass {
+  int task;
+  int row;
+  int count;
+};
+__device__ __forceinline__ Pass PassAt(const FewTokensArgs& args, int line, int line_end) {
+  Pass pass = {};
+  while (pass.task + 1 < args.num_tasks && args.first_line[pass.task + 1] <= line) ++pass.task;
+  pass.row = line - args.first_line[pass.task];
+  pass.count = min(args.pass_rows, min(line_end, args.first_line[pass.task + 1]) - line);
+  return pass;
+}
+
+// A warp's weights: its groups of the rows of a pass, group by group, then of the next pass.
+class WeightRing {
+ public:
+  __device__ __forceinline__ WeightRing(const FewTokensArgs& args, unsigned char* slots,
+                                        Mbarrier* full, int line, int line_end, int warp, int lane)
+      : args_(args), slots_(slots), full_(full), line_end_(line_end), warp_(warp), lane_(lane) {
+    next_ = {line, PassAt(args, line, line_end), warp, 0};
+    if (warp >= args.groups) next_.line = line_end;
+    if (lane == 0) {
+      for (int i = 0; i < kDepth; ++i) BarrierInit(full + i, 1);
+      FenceBarrierInit();
+    }
+    __syncwarp();
+    for (int i = 0; i < kDepth; ++i) Fetch(i);
+  }
+  // Waits for the next group of a row of tiles: [four steps][lane][16 bytes].
+  __device__ __forceinline__ const unsigned char* Wait() {
+    BarrierWait(full_ + slot_, parity_);
+    return slots_ + slot_ * kTileUnitBytes;
+  }
+  // What Wait returned is no longer read.
+  __device__ __forceinline__ void Release() {
+    __syncwarp();
+    Fetch(slot_);
+    if (++slot_ == kDepth) {
+      slot_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  struct Place {
+    int line;
+    Pass pass;
+    int group;
+    int row;  // Of the pass.
+  };
+  __device__ __forceinline__ void Fetch(int slot) {
+    if (next_.line >= line_end_) return;
+    if (lane_ == 0) {
+      const LinearTask& task = args_.tasks[next_.pass.task];
+      const int steps = min(kUnitSteps, args_.tiles_in_row - next_.group * kUnitSteps);
+      const int64_t tile = int64_t{next_.pass.row + next_.row} * args_.tiles_in_row +
+                           int64_t{next_.group} * kUnitSteps;
+      const auto bytes = static_cast<unsigned>(steps * kTileCodeBytes);
+      BarrierArriveExpect(full_ + slot, bytes);
+      BulkCopyOnce(slots_ + slot * kTileUnitBytes, task.tiles + tile * kTileCodeBytes, bytes,
+                   full_ + slot);
+    }
+    if (++next_.row < next_.pass.count) return;
+    next_.row = 0;
+    next_.group += kWarps;
+    if (next_.group < args_.groups) return;
+    next_.group = warp_;
+    next_.line += next_.pass.count;
+    if (next_.line < line_end_) next_.pass = PassAt(args_, next_.line, line_end_);
+  }
+
+  const FewTokensArgs& args_;
+  unsigned char* slots_;  // [kDepth][kTileUnitBytes]
+  Mbarrier* full_;        // [kDepth]
+  int line_end_, warp_, lane_;
+  Place next_ = {};
+  int slot_ = 0;
+  unsigned parity_ = 0;
+};
+
+// What a lane knows of a group's tokens before they are packed: the inputs of its words.
+template <Product kProduct>
+struct RawTokens {
+  static constexpr int kRun = UnitInputs(kProduct) / kWarpLanes;
+  float value[kUnitSteps][2][kRun];
+
+  // `x` is the row of token lane / 4; null: zeros.
+  __device__ __forceinline__ void Load(const FewTokensArgs& args, const float* x, int group,
+                                       int lane) {
+    constexpr int kInputs = UnitInputs(kProduct);
+    const int first = group * kInputs + lane % 4 * kRun;
+    const bool is_whole = args.is_aligned && (group + 1) * kInputs <= args.cols;
+#pragma unroll
+    for (int i = 0; i < kUnitSteps * 2; ++i) {
+      float(&run)[kRun] = value[i / 2][i % 2];
+      const int k = first + i * (kInputs / (kUnitSteps * 2));
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) run[j] = 0.0f;
+      if (x == nullptr) continue;
+      if (!is_whole) {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          if (k + j < args.cols) run[j] = x[k + j];
+        }
+      } else if constexpr (kRun == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(x + k);
+        run[0] = four.x;
+        run[1] = four.y;
+        run[2] = four.z;
+        run[3] = four.w;
+      } else {
+        const float2 two = *reinterpret_cast<const float2*>(x + k);
+        run[0] = two.x;
+        run[1] = two.y;
+      }
+    }
+  }
+  // The largest magnitude of the token in the group, at least `floor`; passes over NaN.
+  __device__ __forceinline__ float Largest(float floor) const {
+    float amax = floor;
+#pragma unroll
+    for (int i = 0; i < kUnitSteps * 2 * kRun; ++i) {
+      amax = fmaxf(amax, fabsf(value[i / (2 * kRun)][i / kRun % 2][i % kRun]));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+    return fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, 2));
+  }
+};
+
+// A group's tokens as B operands.
+template <Product kProduct>
+struct PackedGroup {
+  static constexpr int kParts = WeightFragment<kProduct>::kParts;
+  uint32_t high[kUnitSteps][kParts][2];
+  uint32_t low[HasLowParts(kProduct) ? kUnitSteps : 1][kParts][2];
+  bool has_low;
+  float even, odd;  // Scales of the tokens 2t and 2t + 1.
+
+  __device__ __forceinline__ void Pack(const RawTokens<kProduct>& raw, int lane) {
+    float scale = 1.0f;
+    float inverse = 1.0f;
+    if constexpr (kProduct == Product::kE4m3) {
+      const int exponent = Fp8ScaleExponent(raw.Largest(0.0f));
+      scale = PowerOfTwo(exponent);
+      inverse = PowerOfTwo(-min(exponent, 127));  // 0 beside an infinite scale.
+    } else if constexpr (kProduct == Product::kE4m3ByF16) {
+      const int exponent = F16UnitExponent(raw.Largest(kF16AmaxFloor));
+      scale = PowerOfTwo(exponent);
+      inverse = PowerOfTwo(-exponent);
+    }
+    uint32_t low_bits = 0;
+#pragma unroll
+    for (int step = 0; step < kUnitSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (kProduct == Product::kE4m3) {
+          high[step][0][half] = E4m3Word(raw.value[step][half], inverse);
+        } else if constexpr (kProduct == Product::kE4m3ByF16) {
+          const uint4 words = SplitF16(raw.value[step][half], inverse);
+          high[step][half][0] = words.x;
+          high[step][half][1] = words.y;
+          low[step][half][0] = words.z;
+          low[step][half][1] = words.w;
+          low_bits |= words.z | words.w;
+        } else {
+          const uint2 words = SplitBf16(raw.value[step][half]);
+          high[step][0][half] = words.x;
+          low[step][0][half] = words.y;
+          low_bits |= words.y;
+        }
+      }
+    }
+    has_low = HasLowParts(kProduct) && __any_sync(kFullWarp, (low_bits & 0x7fff7fffu) != 0);
+    even = odd = 1.0f;
+    if constexpr (HasScales(kProduct)) {
+      even = __shfl_sync(kFullWarp, scale, lane % 4 * 8);
+      odd = __shfl_sync(kFullWarp, scale, lane % 4 * 8 + 4);
+    }
+  }
+};
+
+// total += the group's products with the weights at `tile`.
+template <Product kProduct>
+__device__ __forceinline__ void AddGroup(const unsigned char* tile, int steps, int lane,
+                                         const PackedGroup<kProduct>& tokens, float weight_scale,
+                                         float (&total)[4]) {
+  float acc[4] = {};
+#pragma unroll
+  for (int step = 0; step < kUnitSteps; ++step) {
+    if (step >= steps) break;
+    WeightFragment<kProduct> weight;
+    weight.Load(tile + step * kTileCodeBytes + lane * 16);
+    MultiplyStep(acc, weight, tokens.high[step]);
+    if constexpr (HasLowParts(kProduct)) {
+      if (tokens.has_low) MultiplyStep(acc, weight, tokens.low[step]);
+    }
+  }
+  const float even = tokens.even * weight_scale;  // Powers of two: exact.
+  const float odd = tokens.odd * weight_scale;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) total[c] = fmaf(acc[c], c % 2 == 0 ? even : odd, total[c]);
+}
+
+// Adds the sums of all warps, in their order, and writes the pass's outputs. By all threads.
+template <int kPassRows>
+__device__ __forceinline__ void WritePass(const FewTokensArgs& args, const Pass& pass, float* sums,
+                                          int warp, int lane, const float (&total)[kPassRows][4]) {
+  __syncthreads();  // The sums of the pass before this one have been read.
+#pragma unroll
+  for (int i = 0; i < kPassRows * 4; ++i) {
+    sums[(warp * kPassRows * 4 + i) * kWarpLanes + lane] = total[i / 4][i % 4];
+  }
+  __syncthreads();
+  const LinearTask& task = args.tasks[pass.task];
+  const int used = min(kWarps, args.groups);
+  for (int i = static_cast<int>(threadIdx.x); i < pass.count * kSumsOfRow; i += kThreads) {
+    const int c = i / kWarpLanes % 4;
+    const int token = i % 4 * 2 + c % 2;
+    const int n = (pass.row + i / kSumsOfRow) * kTile + i % kWarpLanes / 4 + (c >= 2 ? 8 : 0);
+    if (token >= args.tokens || n >= task.rows) continue;
+    float sum = sums[i];
+    for (int w = 1; w < used; ++w) sum += sums[w * kPassRows * kSumsOfRow + i];
+    task.out[token * task.out_stride + n] = task.round ? RoundBf16(sum) : sum;
+  }
+}
+
+// A warp's place in its sequence of groups.
+struct GroupCursor {
+  int line;
+  Pass pass;
+  int group;
+};
+
+// The tokens of kAhead groups from a cursor on, and the codes of their weights' scales: of the
+// pass's first row of tiles, and of those beyond the next multiple of 128 outputs.
+template <Product kProduct>
+struct RawGroups {
+  RawTokens<kProduct> tokens[kAhead<kProduct>];
+  uint8_t code[kAhead<kProduct>][2];
+
+  __device__ __forceinline__ void LoadScales(const FewTokensArgs& args, const GroupCursor& at) {
+    if constexpr (!HasScales(kProduct)) return;
+    const LinearTask& task = args.tasks[at.pass.task];
+    const int first = task.first_row + at.pass.row * kTile;
+    const int last = first + (at.pass.count - 1) * kTile;
+#pragma unroll
+    for (int i = 0; i < kAhead<kProduct>; ++i) {
+      const int group = min(at.group + i * kWarps, args.groups - 1);
+      code[i][0] = __ldg(task.scales + int64_t{first / 128} * args.scale_columns + group);
+      code[i][1] = __ldg(task.scales + int64_t{last / 128} * args.scale_columns + group);
+    }
+  }
+  __device__ __forceinline__ void LoadTokens(const FewTokensArgs& args, const GroupCursor& at,
+                                             int lane) {
+    const int input = args.tasks[at.pass.task].input;
+    const int token = lane / 4;
+    const float* x = token < args.tokens ? args.x[input] + token * args.x_stride[input] : nullptr;
+#pragma unroll
+    for (int i = 0; i < kAhead<kProduct>; ++i) tokens[i].Load(args, x, at.group + i * kWarps, lane);
+  }
+};
+
+// Grid: at most one block a multiprocessor, and a row of tiles for each. Block: kThreads. Shared
+// memory: kSharedBytes, rings and then sums, [kWarps][kRows][4][32].
+template <Product kProduct>
+__global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokens(
+    const __grid_constant__ FewTokensArgs args) {
+  __shared__ Mbarrier full[kWarps][kDepth];
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  unsigned char* slots = DynamicShared() + warp * kDepth * kTileUnitBytes;
+  auto* sums = reinterpret_cast<float*>(DynamicShared() + kRingBytes);
+  const int64_t lines = args.first_line[args.num_tasks];
+  const auto line = static_cast<int>(blockIdx.x * lines / gridDim.x);
+  const auto line_end = static_cast<int>((blockIdx.x + 1) * lines / gridDim.x);
+  WeightRing ring(args, slots, full[warp], line, line_end, warp, lane);
+  LetSuccessorStart();
+
+  constexpr int kStride = kAhead<kProduct> * kWarps;
+  GroupCursor next = {line, PassAt(args, line, line_end), warp};
+  RawGroups<kProduct> raw;
+  if (warp < args.groups) raw.LoadScales(args, next);
+  WaitForPredecessor();
+  raw.LoadTokens(args, next, lane);
+  while (next.line < line_end) {
+    const Pass pass = next.pass;
+    // The first row of tiles of the pass that is in the scales' next block of rows, or none.
+    const int beyond =
+        kBlockTiles - (args.tasks[pass.task].first_row / kTile + pass.row) % kBlockTiles;
+    float total[kRows<kProduct>][4] = {};
+    for (int group = warp; group < args.groups; group += kStride) {
+      PackedGroup<kProduct> packed[kAhead<kProduct>];
+      float scale[kAhead<kProduct>][2];
+#pragma unroll
+      for (int i = 0; i < kAhead<kProduct>; ++i) {
+        packed[i].Pack(raw.tokens[i], lane);
+        for (const int j : {0, 1})
+          scale[i][j] = Ue8m0Value(HasScales(kProduct) ? raw.code[i][j] : 127);
+      }
+      next.group += kStride;
+      if (next.group >= args.groups) {
+        next.group = warp;
+        next.line += pass.count;
+        if (next.line < line_end) next.pass = PassAt(args, next.line, line_end);
+      }
+      if (next.line < line_end) {  // On their way while this pass multiplies.
+        raw.LoadScales(args, next);
+        raw.LoadTokens(args, next, lane);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead<kProduct>; ++i) {
+        const int at = group + i * kWarps;
+        if (at >= args.groups) break;
+        const int steps = min(kUnitSteps, args.tiles_in_row - at * kUnitSteps);
+#pragma unroll
+        for (int row = 0; row < kRows<kProduct>; ++row) {
+          if (row >= pass.count) break;
+          AddGroup<kProduct>(ring.Wait(), steps, lane, packed[i],
+                             row < beyond ? scale[i][0] : scale[i][1], total[row]);
+          ring.Release();
+        }
+      }
+    }
+    if (warp >= args.groups) {  // It has no share of K.
+      next.line += pass.count;
+      if (next.line < line_end) next.pass = PassAt(args, next.line, line_end);
+    }
+    WritePass(args, pass, sums, warp, lane, total);
+  }
+}
+
+template <Product kProduct>
+absl::Status LaunchProduct(FewTokensArgs args, const Exec& exec) {
+  args.pass_rows = kRows<kProduct>;
+  const int blocks = std::min(exec.num_sms, args.first_line[args.num_tasks]);
+  return Launch("LinearFewTokens",
+                {.grid = dim3(static_cast<unsigned>(blocks)),
+                 .block = dim3(kThreads),
+                 .shared_bytes = kSharedBytes,
+                 .overlaps_predecessor = true},
+                exec, FewTokens<kProduct>, args);
+}
+
+}  // namespace
+
+absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec) {
+  const StreamPlan plan = PlanStream(linears, 1, exec);
+  FewTokensArgs args = {};
+  args.cols = static_cast<int>(plan.pack.cols);
+  args.num_tasks = plan.stream.num_tasks;
+  args.tokens = plan.stream.tokens;
+  args.groups = plan.stream.row_units;
+  args.tiles_in_row = plan.stream.tiles_in_row;
+  args.scale_columns = plan.stream.scale_columns;
+  args.is_aligned = args.cols % 4 == 0;
+  for (int i = 0; i < args.num_tasks; ++i) {
+    args.tasks[i] = plan.stream.tasks[i];
+    args.first_line[i + 1] = args.first_line[i] + args.tasks[i].row_tiles;
+  }
+  for (int i = 0; i < plan.inputs; ++i) {
+    args.x[i] = plan.pack.x[i];
+    args.x_stride[i] = plan.pack.x_stride[i];
+    args.is_aligned = args.is_aligned && reinterpret_cast<uintptr_t>(args.x[i]) % 16 == 0 &&
+                      args.x_stride[i] % 4 == 0;
+  }
+  switch (ProductOf(linears[0])) {
+    case Product::kE4m3:
+      return LaunchProduct<Product::kE4m3>(args, exec);
+    case Product::kE4m3ByF16:
+      return LaunchProduct<Product::kE4m3ByF16>(args, exec);
+    default:
+      return LaunchProduct<Product::kBf16>(args, exec);
+  }
+}
+
+}  // namespace isthmus::kernels
