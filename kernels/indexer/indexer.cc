@@ -62,14 +62,12 @@ bool KeysFillTiles(const IndexerArgs& args) {
 }
 
 #if ISTHMUS_HAS_CUDA
-// One launch pays while a block has a few keys of a row; with more, twelve warps score more slowly
-// than sixteen, and 384 threads select more slowly than 1024.
-bool IsSmall(const IndexerArgs& args, const Exec& exec) {
-  return args.q.rows * (args.device_batch->max_tokens / kIndexRatio) <= int64_t{exec.num_sms} * 256;
-}
+// One launch pays while a block has a few keys of a row; with more, a selection by 1024 threads in
+// a launch of its own is the shorter tail.
 absl::Status LaunchIndexerFused(const IndexerArgs& args, const Exec& exec) {
-  if (FitsOnePass(args) && IsSmall(args, exec) && exec.counters != nullptr &&
-      args.q.rows <= kNumCounters) {
+  if (FitsOnePass(args) &&
+      FewKeysPerSm(args.q.rows, VisibleKeys(args.device_batch->max_tokens - 1), exec) &&
+      exec.counters != nullptr && args.q.rows <= kNumCounters) {
     return RunIndexerPasses(args, exec, ScoreAndSelectByMma, nullptr);
   }
   return RunIndexerPasses(args, exec, ScoreByMma, SelectByRadix);

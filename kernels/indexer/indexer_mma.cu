@@ -321,13 +321,13 @@ absl::Status LaunchFormat(const IndexerPass& pass, const Exec& exec) {
     return LaunchCut<Cut<EntryFormat::kKeyBf16, 2, kSelects>>(pass, exec);
   }
   // Half tiles spread few keys over more warps; the bits are the same.
-  const bool is_small = pass.rows * pass.bound <= int64_t{exec.num_sms} * 256;
+  const bool is_small = kSelects || FewKeysPerSm(pass.rows, pass.bound, exec);
   if (pass.plane.format == EntryFormat::kKeyFp8) {
     return is_small ? LaunchCut<Cut<EntryFormat::kKeyFp8, 2, kSelects>>(pass, exec)
-                    : LaunchCut<Cut<EntryFormat::kKeyFp8, 4, kSelects>>(pass, exec);
+                    : LaunchCut<Cut<EntryFormat::kKeyFp8, 4, false>>(pass, exec);
   }
   return is_small ? LaunchCut<Cut<EntryFormat::kKeyFp4, 2, kSelects>>(pass, exec)
-                  : LaunchCut<Cut<EntryFormat::kKeyFp4, 4, kSelects>>(pass, exec);
+                  : LaunchCut<Cut<EntryFormat::kKeyFp4, 4, false>>(pass, exec);
 }
 
 }  // namespace mma_scores

@@ -46,7 +46,12 @@ bool FitsOnePass(const IndexerArgs& args);
 absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec);
 absl::Status SelectByBits(const IndexerPass& pass, const Exec& exec);
 
-// Patches.
+// So few keys that a block has a tile or two of a row.
+inline bool FewKeysPerSm(int64_t rows, int64_t keys, const Exec& exec) {
+  return rows * keys <= int64_t{exec.num_sms} * 256;
+}
+
+// Patches. ScoreAndSelectByMma is for FewKeysPerSm.
 absl::Status ScoreByMma(const IndexerPass& pass, const Exec& exec);
 absl::Status SelectByRadix(const IndexerPass& pass, const Exec& exec);
 absl::Status ScoreAndSelectByMma(const IndexerPass& pass, const Exec& exec);

@@ -19,11 +19,10 @@ struct Cut {
   static constexpr int kTiles = kTilesOf;  // Of 8 keys, of a warp.
   static constexpr int kKeys = 8 * kTiles;
   static constexpr bool kSelects = kSelectsOf;
-  // Selecting takes registers, which twelve warps leave.
-  static constexpr int kWarps = kSelects ? 12 : 16;
+  static constexpr int kWarps = 16;
   static constexpr int kThreads = kWarps * kWarpLanes;
   // Rows whose queries lie in shared memory together: what the keys leave.
-  static constexpr int kSlots = kFormat == EntryFormat::kKeyFp4 || kSelects ? 3 : 2;
+  static constexpr int kSlots = kFormat == EntryFormat::kKeyFp4 ? 3 : 2;
 };
 
 // Consecutive rows of one sequence and a range of tiles of its keys.
