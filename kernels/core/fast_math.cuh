@@ -19,4 +19,15 @@ __device__ __forceinline__ float FastExp2(float x) {
 #endif
 }
 
+// 1 / x within 1 ulp; for numbers below 2^-126, infinity.
+__device__ __forceinline__ float FastReciprocal(float x) {
+#if ISTHMUS_EMULATED
+  return 1.0f / x;
+#else
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#endif
+}
+
 }  // namespace isthmus::kernels

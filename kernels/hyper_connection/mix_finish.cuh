@@ -8,6 +8,7 @@
 #pragma once
 
 #include "absl/status/status.h"
+#include "kernels/core/fast_math.cuh"
 #include "kernels/core/workspace.h"
 #include "kernels/hyper_connection/mix_mma.cuh"
 #include "services/base/status_macros.h"
@@ -73,27 +74,32 @@ __device__ __forceinline__ void DivideLines(int start, int step, float epsilon, 
   for (int line = 0; line < M; ++line) {
     const int at = line * start;
     const float sum = ((c[at] + c[at + step]) + (c[at + 2 * step] + c[at + 3 * step])) + epsilon;
-    const float inverse = __fdividef(1.0f, sum);
+    const float inverse = FastReciprocal(sum);
 #pragma unroll
     for (int i = 0; i < M; ++i) c[at + i * step] *= inverse;
   }
 }
 
-// comb of the token, from its logits: by one lane, all sixteen numbers in registers.
+// The softmax of the rows of comb, an element a lane (and again in lane i + 16), in place. One
+// warp.
+__device__ __forceinline__ void Softmax(float epsilon, float* logits) {
+  const int i = static_cast<int>(threadIdx.x) % (M * M);
+  float c = logits[i];
+  float largest = fmaxf(c, __shfl_xor_sync(kFullWarp, c, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+  c = Exp(c - largest);
+  float sum = c + __shfl_xor_sync(kFullWarp, c, 1);
+  sum += __shfl_xor_sync(kFullWarp, sum, 2);
+  if (threadIdx.x % kWarpLanes < M * M) logits[i] = c / sum + epsilon;
+  __syncwarp();
+}
+
+// comb of the token, from the softmax: by one lane, all sixteen numbers in registers.
 template <typename T>
-__device__ __forceinline__ void Balance(const Params<T>& p, int64_t token, const float* logits) {
+__device__ __forceinline__ void Balance(const Params<T>& p, int64_t token, const float* softmax) {
   float c[M * M];
 #pragma unroll
-  for (int i = 0; i < M * M; ++i) c[i] = logits[i];
-#pragma unroll
-  for (int row = 0; row < M * M; row += M) {
-    const float largest = fmaxf(fmaxf(c[row], c[row + 1]), fmaxf(c[row + 2], c[row + 3]));
-#pragma unroll
-    for (int k = 0; k < M; ++k) c[row + k] = Exp(c[row + k] - largest);
-    const float sum = (c[row] + c[row + 1]) + (c[row + 2] + c[row + 3]);
-#pragma unroll
-    for (int k = 0; k < M; ++k) c[row + k] = c[row + k] / sum + p.hc_epsilon;
-  }
+  for (int i = 0; i < M * M; ++i) c[i] = softmax[i];
   DivideLines(1, M, p.hc_epsilon, c);
   for (int pass = 1; pass < p.iterations; ++pass) {
     DivideLines(M, 1, p.hc_epsilon, c);
@@ -189,8 +195,8 @@ __global__ __launch_bounds__(kFinishThreads + kWarpLanes) void FinishTokens(Para
   if (p.norm_weight != nullptr && has_columns) Load8(p.norm_weight + column, weight);
   WaitForPredecessor();
   Eight eight = {};
-  const float sum = AddBlocks<T, kMixes>(p, token);
   if (has_columns) eight = LoadEight(p.out + token * p.out_stride + column, p.hidden);
+  const float sum = AddBlocks<T, kMixes>(p, token);
   if (warp < kFinishWarps && thread % kWarpLanes <= kMixes) {
     shared.partial[warp][thread % kWarpLanes] = sum;
   }
@@ -201,6 +207,7 @@ __global__ __launch_bounds__(kFinishThreads + kWarpLanes) void FinishTokens(Para
     WriteX(p, token, eight, weight, shared.pre, shared.squares,
            reinterpret_cast<uint16_t*>(DynamicShared()));
   } else if constexpr (kMixes == kNumMixes) {
+    Softmax(p.hc_epsilon, shared.logits);
     if (thread == kFinishThreads) Balance(p, token, shared.logits);
   }
 }
