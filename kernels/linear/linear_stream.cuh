@@ -240,7 +240,8 @@ __device__ bool JoinParts(const StreamArgs& args, int row, int first, int last, 
                           float (&total)[kFragments][4]) {
   __shared__ unsigned turn;
   constexpr int kSums = kFragments * 4;
-  constexpr int kTogether = kSums < 32 ? 32 / kSums : 1;  // Parts on their way at a time.
+  constexpr int kTogether =
+      kSums <= 32 ? std::min(8, 64 / kSums) : 1;  // Parts on their way at a time.
   const auto part = [&](int block) {
     const bool is_its_first = ShareBegin(args, block) / args.row_units == row;
     const int64_t place = (int64_t{block} * 2 + (is_its_first ? 0 : 1)) * kLinearWarps + warp;

@@ -48,26 +48,24 @@ __device__ void Produce(const StreamArgs& args, const Ring& ring, int begin, int
   }
   WaitForPredecessor();
   place = PlaceOf(args, begin);
-  bool has_low = HasLow<kProduct, kTiles>(args, place);
+  unsigned low = 0;  // Bit i: the low parts of the i-th of the next 32 units matter.
   for (int i = 0; i < count; ++i) {
     const int stage = i % kDepth;
-    Place next = place;
-    bool next_has_low = false;
-    if (i + 1 < count) {  // Asked for early: the answer takes as long as a unit.
-      Advance(args, &next);
-      next_has_low = HasLow<kProduct, kTiles>(args, next);
+    if (HasLowParts(kProduct) && i % kWarpLanes == 0) {
+      low = __ballot_sync(
+          kFullWarp,
+          i + lane < count && HasLow<kProduct, kTiles>(args, PlaceOf(args, begin + i + lane)));
     }
     if (i >= kDepth) {
       BarrierWait(ring.empty + stage, static_cast<unsigned>(i / kDepth - 1) % 2);
       FetchWeights<true>(args, place, ring.stages + stage * kBytes, ring.full + stage, lane);
     }
     if (lane == 0) {
-      FetchTokens<kProduct, kTiles>(args, place, has_low, ring.stages + stage * kBytes,
-                                    ring.full + stage);
+      FetchTokens<kProduct, kTiles>(args, place, (low >> (i % kWarpLanes) & 1) != 0,
+                                    ring.stages + stage * kBytes, ring.full + stage);
     }
     __syncwarp();
-    place = next;
-    has_low = next_has_low;
+    Advance(args, &place);
   }
   LetSuccessorStart();
 }
@@ -186,6 +184,29 @@ __global__ __launch_bounds__(kLinearThreads,
 
 // ---- Launching
 
+// Blocks of the grid, by the weights and the device alone. Equal shares that end with the rows of
+// units, or divide them, spare every block its second join, and a small matrix is not worth a
+// block for each of its units: a unit takes a block about half a microsecond, and a part of a row
+// the row's last block about 0.3.
+int BlocksOf(const StreamArgs& args, int num_sms) {
+  constexpr int64_t kUnitCost = 5;
+  constexpr int64_t kPartCost = 3;
+  const int64_t units = args.num_units;
+  const int64_t row = args.row_units;
+  int64_t blocks = std::min<int64_t>(num_sms, units);
+  int64_t share = (units + blocks - 1) / blocks;
+  int64_t best = share * kUnitCost + 2 * kPartCost * (1 + (row + share - 1) / share);
+  for (share = (units + num_sms - 1) / num_sms; share * kUnitCost < best; ++share) {
+    if (units % share != 0 || (row % share != 0 && share % row != 0)) continue;
+    const int64_t parts = share < row ? row / share : 0;
+    const int64_t cost = share * kUnitCost + parts * kPartCost;
+    if (cost >= best) continue;
+    best = cost;
+    blocks = units / share;
+  }
+  return static_cast<int>(blocks);
+}
+
 template <Product kProduct, int kTiles>
 absl::Status LaunchStream(const StreamArgs& args, unsigned blocks, const Exec& exec) {
   static_assert(kStages<kProduct, kTiles> >= 2);
@@ -226,7 +247,7 @@ absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const E
     return LaunchLinearManyFewTokens(linears, exec);
   const int tiles = tokens <= 8 ? 1 : tokens <= 16 ? 2 : tokens <= 32 ? 4 : 8;
   StreamPlan plan = PlanStream(linears, tiles, exec);
-  const int blocks = std::min(exec.num_sms, plan.stream.num_units);
+  const int blocks = BlocksOf(plan.stream, exec.num_sms);
   Workspace::Scope scope(exec.workspace);
   plan.pack.units =
       scope.Take<uint8_t>(int64_t{plan.inputs} * plan.stream.row_units * UnitBytes(product, tiles));
