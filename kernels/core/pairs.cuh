@@ -116,5 +116,15 @@ __device__ __forceinline__ uint32_t MultiplyF16Pair(uint32_t a, uint32_t b) {
   return pair;
 #endif
 }
+// The same of bf16: each product rounded once, as Bf16Pair rounds it.
+__device__ __forceinline__ uint32_t MultiplyBf16Pair(uint32_t a, uint32_t b) {
+#if ISTHMUS_EMULATED
+  return Bf16Pair(LowBf16(a) * LowBf16(b), HighBf16(a) * HighBf16(b));
+#else
+  uint32_t pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#endif
+}
 
 }  // namespace isthmus::kernels

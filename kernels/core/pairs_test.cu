@@ -17,7 +17,7 @@ namespace {
 using kernels::testing::DeviceCopy;
 using kernels::testing::TestDevice;
 
-enum class Conversion : uint8_t { kBf16, kBf16Relu, kF16, kE4m3, kProduct };
+enum class Conversion : uint8_t { kBf16, kBf16Relu, kF16, kE4m3, kProduct, kBf16Product };
 
 template <Conversion kConversion>
 __global__ void Convert(const float* x, uint32_t* out, int pairs) {
@@ -34,6 +34,10 @@ __global__ void Convert(const float* x, uint32_t* out, int pairs) {
   if constexpr (kConversion == Conversion::kProduct) {
     const uint32_t pair = F16Pair(low, high);
     out[i] = MultiplyF16Pair(pair, pair >> 16 | pair << 16);
+  }
+  if constexpr (kConversion == Conversion::kBf16Product) {
+    const uint32_t pair = Bf16Pair(low, high);
+    out[i] = MultiplyBf16Pair(pair, pair >> 16 | pair << 16);
   }
 }
 
@@ -111,6 +115,19 @@ TEST(PairsTest, RoundToF16AndMultiply) {
     if (std::isnan(low * high)) continue;
     EXPECT_EQ(F16Value(product[i] & 0xffffu), F16Of(low * high)) << low << ", " << high;
     EXPECT_EQ(F16Value(product[i] >> 16), F16Of(low * high)) << low << ", " << high;
+  }
+}
+
+TEST(PairsTest, MultiplyBf16) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const std::vector<float> x = Values();
+  const auto product = Converted<Conversion::kBf16Product>(x);
+  for (size_t i = 0; i < product.size(); ++i) {
+    const float exact = Bf16Value(Bf16Bits(x[2 * i])) * Bf16Value(Bf16Bits(x[2 * i + 1]));
+    if (std::isnan(exact)) continue;
+    const float want = Bf16Value(Bf16Bits(exact));
+    EXPECT_EQ(Bf16Value(static_cast<uint16_t>(product[i])), want) << x[2 * i];
+    EXPECT_EQ(Bf16Value(static_cast<uint16_t>(product[i] >> 16)), want) << x[2 * i];
   }
 }
 

@@ -27,7 +27,8 @@ template <typename C>
 __device__ __forceinline__ std::byte* const* PagePlace(const IndexerPass& pass,
                                                        const Shared<C>& shared, int item) {
   const Run& run = RunOf(shared, item);
-  return run.pages + FirstKey<C>(run, item) / pass.plane.entries;
+  return run.pages +
+         static_cast<unsigned>(FirstKey<C>(run, item)) / static_cast<unsigned>(pass.plane.entries);
 }
 
 // Starts the copies of an item's keys from its page, and of the address of the warp's next page. A
@@ -38,7 +39,8 @@ __device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<C>& sh
   constexpr int kPieces = kKeyBytes<C::kFormat> / 16;
   const int lane = FreshLane();
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int entry = FirstKey<C>(RunOf(shared, item), item) % pass.plane.entries;
+  const unsigned entry = static_cast<unsigned>(FirstKey<C>(RunOf(shared, item), item)) %
+                         static_cast<unsigned>(pass.plane.entries);
   const std::byte* data = EntryData(pass.plane, page, entry);
   // A warp copies 512 bytes at a time, an even number of keys (or one pair): the swap of halves is
   // that of the first.
@@ -111,19 +113,19 @@ __device__ void StageQueries(const IndexerPass& pass, Shared<C>& shared) {
     words[h % 16 / 8] = QueryPair<C::kFormat>(x[0] * inverse, x[1] * inverse);
     words[2 + h % 16 / 8] = QueryPair<C::kFormat>(x[2] * inverse, x[3] * inverse);
     if (lane == 0) {
-      shared.w[slot][h] = h < heads ? pass.w[row * pass.w_stride + h] * PowerOfTwo(exponent) : 0.0f;
+      const float w = h < heads ? pass.w[row * pass.w_stride + h] * PowerOfTwo(exponent) : 0.0f;
+      shared.w[slot][h] = Bf16Pair(w, w);
     }
   }
 }
 
 // Adds the terms of two heads, g and g + 8 of a tile, for the keys 2t and 2t + 1.
-__device__ __forceinline__ void AddTerms(const float (&dot)[4], float w0, float w1,
+__device__ __forceinline__ void AddTerms(const float (&dot)[4], uint32_t w0, uint32_t w1,
                                          float (&sum)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float w = half == 0 ? w0 : w1;
     const uint32_t positive = Bf16PairRelu(dot[2 * half], dot[2 * half + 1]);
-    const uint32_t terms = Bf16Pair(LowBf16(positive) * w, HighBf16(positive) * w);
+    const uint32_t terms = MultiplyBf16Pair(positive, half == 0 ? w0 : w1);
     sum[0] += LowBf16(terms);
     sum[1] += HighBf16(terms);
   }
@@ -168,7 +170,7 @@ __device__ __forceinline__ int KeyOfLane() {
 // The scores of one row with the keys of a tile; lanes of the same KeyOfLane hold the same.
 template <typename C>
 __device__ __forceinline__ float ScoreTile(const uint4 (&q)[kHeadTiles][kSteps][kWarpLanes],
-                                           const float* w,
+                                           const uint32_t* w,
                                            const uint32_t (&keys)[C::kTiles][kSteps][2],
                                            int heads) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -183,8 +185,8 @@ __device__ __forceinline__ float ScoreTile(const uint4 (&q)[kHeadTiles][kSteps][
 #pragma unroll
       for (int i = 0; i < C::kTiles; ++i) MultiplyAdd<C::kFormat>(dot[i], a, keys[i][s]);
     }
-    const float w0 = w[16 * m + lane / 4];
-    const float w1 = w[16 * m + lane / 4 + 8];
+    const uint32_t w0 = w[16 * m + lane / 4];
+    const uint32_t w1 = w[16 * m + lane / 4 + 8];
 #pragma unroll
     for (int i = 0; i < C::kTiles; ++i) AddTerms(dot[i], w0, w1, sum[i]);
   }

@@ -38,7 +38,7 @@ struct Run {
 template <typename C>
 struct Shared {
   uint4 q[C::kSlots][kHeadTiles][kSteps][kWarpLanes];  // A operands; lane ^ (s & 4)
-  float w[C::kSlots][kHeads];                          // Times the power of two of the head.
+  uint32_t w[C::kSlots][kHeads];  // Twice as bf16, times the power of two of the head.
   alignas(
       16) unsigned char keys[C::kWarps][C::kKeys * kKeyBytes<C::kFormat>];  // Of one tile per warp
   uint32_t scales[C::kWarps][C::kKeys];
