@@ -65,7 +65,7 @@ class LinearCudaTest : public ::testing::TestWithParam<LinearVariant> {
   // Alone and as one of a batch whose rows have the bits that they have alone.
   void Check(const ShapeCase& shape, TestDevice& device) {
     CheckOnce(shape, device);
-    if (shape.tokens > kFewTokens || GetParam().patch == nullptr) return;
+    if (shape.tokens > kSwapAbTokens || GetParam().patch == nullptr) return;
     device.exec().batch_invariant = true;
     CheckOnce(shape, device);
     device.exec().batch_invariant = false;

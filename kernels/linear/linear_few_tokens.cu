@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Patch linear.swap_ab for at most eight tokens, where no row's bits must be those that it has
-// alone: one launch without a join between blocks. Bound by reading the weights once: N * K bytes
-// (fp8) or 2 N * K (bf16) at the rate of DRAM, and for small matrices by latency.
+// Patch linear.swap_ab for at most eight tokens, and for more of a small matrix, where no row's
+// bits must be those that it has alone: one launch without a join between blocks. Bound by reading
+// the weights once: N * K bytes (fp8) or 2 N * K (bf16) at the rate of DRAM, and for small matrices
+// by latency.
 //
 // A block owns whole rows of tiles. Its eight warps share K: warp w multiplies the groups w, w + 8,
 // ..., packs the tokens of its groups itself, in the registers that mma.sync takes them from, and
@@ -53,6 +54,9 @@ struct FewTokensArgs {
   int scale_columns;  // fp8.
   bool is_aligned;    // Runs of four inputs are 16 aligned bytes, and end with K.
 };
+
+// Of the eight that the block multiplies.
+__device__ __forceinline__ int FirstToken() { return static_cast<int>(blockIdx.y) * 8; }
 
 // Rows of tiles [row, row + count) of a task.
 struct Pass {
@@ -114,8 +118,13 @@ class WeightRing {
                            int64_t{next_.group} * kUnitSteps;
       const auto bytes = static_cast<unsigned>(steps * kTileCodeBytes);
       BarrierArriveExpect(full_ + slot, bytes);
-      BulkCopyOnce(slots_ + slot * kTileUnitBytes, task.tiles + tile * kTileCodeBytes, bytes,
-                   full_ + slot);
+      unsigned char* to = slots_ + slot * kTileUnitBytes;
+      const uint8_t* from = task.tiles + tile * kTileCodeBytes;
+      if (gridDim.y == 1) {
+        BulkCopyOnce(to, from, bytes, full_ + slot);
+      } else {  // Other blocks read them from the L2.
+        BulkCopy(to, from, bytes, full_ + slot);
+      }
     }
     if (++next_.row < next_.pass.count) return;
     next_.row = 0;
@@ -272,7 +281,7 @@ __device__ __forceinline__ void WritePass(const FewTokensArgs& args, const Pass&
   const int used = min(kWarps, args.groups);
   for (int i = static_cast<int>(threadIdx.x); i < pass.count * kSumsOfRow; i += kThreads) {
     const int c = i / kWarpLanes % 4;
-    const int token = i % 4 * 2 + c % 2;
+    const int token = FirstToken() + i % 4 * 2 + c % 2;
     const int n = (pass.row + i / kSumsOfRow) * kTile + i % kWarpLanes / 4 + (c >= 2 ? 8 : 0);
     if (token >= args.tokens || n >= task.rows) continue;
     float sum = sums[i];
@@ -310,15 +319,15 @@ struct RawGroups {
   __device__ __forceinline__ void LoadTokens(const FewTokensArgs& args, const GroupCursor& at,
                                              int lane) {
     const int input = args.tasks[at.pass.task].input;
-    const int token = lane / 4;
+    const int token = FirstToken() + lane / 4;
     const float* x = token < args.tokens ? args.x[input] + token * args.x_stride[input] : nullptr;
 #pragma unroll
     for (int i = 0; i < kAhead<kProduct>; ++i) tokens[i].Load(args, x, at.group + i * kWarps, lane);
   }
 };
 
-// Grid: at most one block a multiprocessor, and a row of tiles for each. Block: kThreads. Shared
-// memory: kSharedBytes, rings and then sums, [kWarps][kRows][4][32].
+// Grid: [at most a block a multiprocessor, and a row of tiles for each; eights of tokens]. Block:
+// kThreads. Shared memory: kSharedBytes, rings and then sums, [kWarps][kRows][4][32].
 template <Product kProduct>
 __global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokens(
     const __grid_constant__ FewTokensArgs args) {
@@ -391,7 +400,7 @@ absl::Status LaunchProduct(FewTokensArgs args, const Exec& exec) {
   args.pass_rows = kRows<kProduct>;
   const int blocks = std::min(exec.num_sms, args.first_line[args.num_tasks]);
   return Launch("LinearFewTokens",
-                {.grid = dim3(static_cast<unsigned>(blocks)),
+                {.grid = dim3(static_cast<unsigned>(blocks), CeilDiv(args.tokens, 8)),
                  .block = dim3(kThreads),
                  .shared_bytes = kSharedBytes,
                  .overlaps_predecessor = true},
@@ -399,6 +408,16 @@ absl::Status LaunchProduct(FewTokensArgs args, const Exec& exec) {
 }
 
 }  // namespace
+
+bool FitsFewTokens(std::span<const LinearArgs> linears) {
+  // What eights of tokens read of weights from the L2: beyond it the units of more tokens win.
+  constexpr int64_t kMostBytes = int64_t{24} << 20;
+  const int64_t tokens = linears[0].x.rows;
+  if (tokens <= kFewTokens) return true;
+  int64_t bytes = 0;
+  for (const LinearArgs& linear : linears) bytes += TiledBytes(linear.weight);
+  return tokens <= kSwapAbTokens && bytes * CeilDiv(tokens, 8) <= kMostBytes;
+}
 
 absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec) {
   const StreamPlan plan = PlanStream(linears, 1, exec);

@@ -6,8 +6,8 @@
 // Each multiprocessor takes an equal share of the line of units (linear_stream.cuh), so that no
 // wave is ragged. A producer warp streams units through a ring of bulk copies, weights before the
 // predecessor has ended; eight warps multiply, each 16 of the 128 outputs. The cut depends on the
-// weights and the device alone, so a token's bits do not depend on the batch. Where they may, at
-// most kFewTokens tokens are the work of linear_few_tokens.cu.
+// weights and the device alone, so a token's bits do not depend on the batch. Where they may, few
+// tokens and small matrices are the work of linear_few_tokens.cu.
 #include "kernels/core/workspace.h"
 #include "kernels/linear/linear_stream.cuh"
 #include "kernels/linear/linear_variants.h"
@@ -243,8 +243,9 @@ absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const E
   if (exec.counters == nullptr || exec.workspace == nullptr) {
     return absl::FailedPreconditionError("linear: a GPU needs exec.counters and exec.workspace");
   }
-  if (tokens <= kFewTokens && !exec.batch_invariant)
+  if (!exec.batch_invariant && FitsFewTokens(linears)) {
     return LaunchLinearManyFewTokens(linears, exec);
+  }
   const int tiles = tokens <= 8 ? 1 : tokens <= 16 ? 2 : tokens <= 32 ? 4 : 8;
   StreamPlan plan = PlanStream(linears, tiles, exec);
   const int blocks = BlocksOf(plan.stream, exec.num_sms);

@@ -38,6 +38,7 @@ void QuantiseActivationCpu(const MatrixView& x, const MatrixView& out, const Exe
 absl::Status LaunchLinearCuda(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec);
+bool FitsFewTokens(std::span<const LinearArgs> linears);
 absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchLinearTilesLarge(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, const Exec& exec);
