@@ -84,37 +84,44 @@ __device__ __forceinline__ void PrefetchQueries(const IndexerPass& pass, const S
   }
 }
 
+// One head of a query as operands, and its weight. By one warp.
+template <typename C>
+__device__ __forceinline__ void StageHead(const float* q, float w, bool is_head, int slot, int h,
+                                          Shared<C>& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int t = lane % 4;
+  const int s = lane / 4;
+  float x[4] = {};
+  if (is_head) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) x[n] = q[ChannelOf<C::kFormat>(t, s, n / 2, n % 2)];
+  }
+  const float amax =
+      WarpMax(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
+  const int exponent = HeadExponent<C::kFormat>(amax);
+  const float inverse = PowerOfTwo(-exponent);
+  auto* words =
+      reinterpret_cast<uint32_t*>(&shared.q[slot][h / 16][s][(4 * (h % 8) + t) ^ (s & 4)]);
+  words[h % 16 / 8] = QueryPair<C::kFormat>(x[0] * inverse, x[1] * inverse);
+  words[2 + h % 16 / 8] = QueryPair<C::kFormat>(x[2] * inverse, x[3] * inverse);
+  const float weight = is_head ? w * PowerOfTwo(exponent) : 0.0f;
+  if (lane == 0) shared.w[slot][h] = Bf16Pair(weight, weight);
+}
+
 // The queries of the batch's rows as operands, and their weights. A warp takes a head at a time.
 template <typename C>
 __device__ void StageQueries(const IndexerPass& pass, Shared<C>& shared) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int heads = static_cast<int>(pass.num_heads);
   const int padded_heads = (heads + 15) / 16 * 16;
-  const int t = lane % 4;
-  const int s = lane / 4;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x) / kWarpLanes; i < shared.num_slots * padded_heads;
-       i += C::kWarps) {
-    const int slot = i / padded_heads;
-    const int h = i % padded_heads;
+  for (int slot = 0; slot < shared.num_slots; ++slot) {
     const int64_t row = RowOfSlot(pass, shared, slot);
-    const float* q = pass.q + row * pass.q_stride + int64_t{h} * kDim;
-    float x[4] = {};
-    if (h < heads) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) x[n] = q[ChannelOf<C::kFormat>(t, s, n / 2, n % 2)];
-    }
-    const float amax =
-        WarpMax(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
-    const int exponent = HeadExponent<C::kFormat>(amax);
-    const float inverse = PowerOfTwo(-exponent);
-    auto* words =
-        reinterpret_cast<uint32_t*>(&shared.q[slot][h / 16][s][(4 * (h % 8) + t) ^ (s & 4)]);
-    words[h % 16 / 8] = QueryPair<C::kFormat>(x[0] * inverse, x[1] * inverse);
-    words[2 + h % 16 / 8] = QueryPair<C::kFormat>(x[2] * inverse, x[3] * inverse);
-    if (lane == 0) {
-      const float w = h < heads ? pass.w[row * pass.w_stride + h] * PowerOfTwo(exponent) : 0.0f;
-      shared.w[slot][h] = Bf16Pair(w, w);
+    const float* q = pass.q + row * pass.q_stride;
+    const float* weights = pass.w + row * pass.w_stride;
+#pragma unroll 4
+    for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < padded_heads; h += C::kWarps) {
+      const bool is_head = h < heads;
+      const float w = is_head ? weights[h] : 0.0f;
+      StageHead(q + int64_t{h} * kDim, w, is_head, slot, h, shared);
     }
   }
 }
