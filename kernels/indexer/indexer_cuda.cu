@@ -4,6 +4,7 @@
 // head and channel on the CUDA cores, in the order of sums of the CPU path, so that both give the
 // same bits); the selection reads each score once per bit of its rank.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -205,6 +206,11 @@ LaunchShape BlockPerRow(const IndexerPass& pass) {
   return {.grid = dim3(static_cast<unsigned>(pass.rows)), .block = dim3(kSelectThreads)};
 }
 
+int PageBits(int64_t entries) {
+  const auto value = static_cast<uint64_t>(entries);
+  return std::has_single_bit(value) ? std::countr_zero(value) : -1;
+}
+
 }  // namespace
 
 absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec) {
@@ -232,6 +238,7 @@ absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, Indexer
   const bool has_dump = args.scores != nullptr;
   IndexerPass pass = {.batch = batch,
                       .plane = args.key_plane,
+                      .page_bits = PageBits(args.key_plane.entries),
                       .q = static_cast<const float*>(args.q.data),
                       .w = static_cast<const float*>(args.w.data),
                       .q_stride = args.q.row_stride,

@@ -22,13 +22,18 @@ namespace mma_scores {
 
 constexpr int kHeldRanks = 16;  // Of a row, in registers of a thread that selects.
 
+// A division is some 150 cycles in a row, before every tile.
+__device__ __forceinline__ unsigned PageNumber(const IndexerPass& pass, unsigned key) {
+  if (pass.page_bits >= 0) return key >> pass.page_bits;
+  return key / static_cast<unsigned>(pass.plane.entries);
+}
+
 // Where the address of an item's page lies.
 template <typename C>
 __device__ __forceinline__ std::byte* const* PagePlace(const IndexerPass& pass,
                                                        const Shared<C>& shared, int item) {
   const Run& run = RunOf(shared, item);
-  return run.pages +
-         static_cast<unsigned>(FirstKey<C>(run, item)) / static_cast<unsigned>(pass.plane.entries);
+  return run.pages + PageNumber(pass, static_cast<unsigned>(FirstKey<C>(run, item)));
 }
 
 // Starts the copies of an item's keys from its page, and of the address of the warp's next page. A
@@ -39,8 +44,8 @@ __device__ __forceinline__ void FetchKeys(const IndexerPass& pass, Shared<C>& sh
   constexpr int kPieces = kKeyBytes<C::kFormat> / 16;
   const int lane = FreshLane();
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const unsigned entry = static_cast<unsigned>(FirstKey<C>(RunOf(shared, item), item)) %
-                         static_cast<unsigned>(pass.plane.entries);
+  const auto key = static_cast<unsigned>(FirstKey<C>(RunOf(shared, item), item));
+  const unsigned entry = key - PageNumber(pass, key) * static_cast<unsigned>(pass.plane.entries);
   const std::byte* data = EntryData(pass.plane, page, entry);
   // A warp copies 512 bytes at a time, an even number of keys (or one pair): the swap of halves is
   // that of the first.

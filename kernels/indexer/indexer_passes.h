@@ -16,6 +16,7 @@ namespace isthmus::kernels {
 struct IndexerPass {
   DeviceBatch batch;
   EntryPlane plane;
+  int page_bits = -1;        // Where a page holds 2^page_bits keys.
   const float* q = nullptr;  // [all rows, num_heads * dim], rows q_stride apart
   const float* w = nullptr;  // [all rows, num_heads], rows w_stride apart
   int64_t q_stride = 0;
