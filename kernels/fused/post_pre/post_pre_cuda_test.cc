@@ -43,7 +43,8 @@ struct Form {
 };
 void PrintTo(const Form& form, std::ostream* out) { *out << form.name; }
 
-// Token counts on both sides of every size of a group.
+// Token counts around a tile, beyond what the stages hold, and columns beyond what a block of the
+// second launch has in registers.
 const Form kForms[] = {
     {"One", 1, 192},
     {"OneWithoutNorm", 1, 64, DType::kBf16, 0, false, false},
@@ -56,6 +57,7 @@ const Form kForms[] = {
     {"Many", 523, 64, DType::kBf16, 0, true},
     {"ManyF32", 517, 64},
     {"Real", 1, 4096, DType::kBf16},
+    {"Wide", 2, 4224},
     {"RealBatch", 64, 4096, DType::kBf16, 0, true, true, true},
     {"RealPrefill", 521, 4096, DType::kBf16, 0, true, true, true},
     {"RealF32", 70, 4096, DType::kF32, 0, true, true, true},
