@@ -3,10 +3,12 @@
 // wrapper, in the emulator the emulation, with the same expectations.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 #include <vector>
 
 #include "kernels/core/async_copy.cuh"
+#include "kernels/core/fast_math.cuh"
 #include "kernels/core/mma.cuh"
 #include "kernels/core/pairs.cuh"
 #include "kernels/core/weight_tiles.h"
@@ -85,6 +87,33 @@ TEST(InstructionsTest, MmaMultipliesATileOfBf16) {
 TEST(InstructionsTest, MmaMultipliesATileOfE4m3) {
   // The hardware keeps fewer bits than f32 of an 8-bit product's sum.
   ExpectTileProduct<WeightFormat::kFp8Block128>(32, 1e-3);
+}
+
+// out[2 i] = 2^x[i], out[2 i + 1] = 1 / x[i].
+__global__ void Approximate(const float* x, float* out) {
+  const int i = static_cast<int>(threadIdx.x);
+  out[2 * i] = FastExp2(x[i]);
+  out[2 * i + 1] = FastReciprocal(x[i]);
+}
+
+TEST(InstructionsTest, ApproximationsAreWithinTwoUlp) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  std::vector<float> x = kernels::testing::NormalValues(4, 128);
+  for (size_t i = 0; i < x.size(); ++i) x[i] *= static_cast<float>(i % 8 + 1);
+  const DeviceCopy<float> input(x);
+  const DeviceCopy<float> out(256);
+  ASSERT_TRUE(Launch("Approximate", {.grid = dim3(1), .block = dim3(128)}, device.exec(),
+                     Approximate, static_cast<const float*>(input.data()), out.data())
+                  .ok());
+  device.Finish();
+  const std::vector<float> got = out.ToHost();
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double power = std::exp2(double{x[i]});
+    const double reciprocal = 1.0 / double{x[i]};
+    EXPECT_NEAR(got[2 * i], power, 3e-7 * power) << x[i];
+    EXPECT_NEAR(got[2 * i + 1], reciprocal, 3e-7 * std::fabs(reciprocal)) << x[i];
+  }
 }
 
 __global__ void ConvertToE4m3(const float* values, uint32_t* words) {
