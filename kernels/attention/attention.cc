@@ -41,7 +41,7 @@ constexpr Patch kSplitMma = {
         "Decode on tensor cores over entries as stored, a row's keys cut into splits that the last "
         "one adds up in the same launch, so that a small batch fills the device.",
     .phases = kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = kMmaBound,
     .test = "AttentionCudaTest",
     .decision = "kernels/attention/decisions/0001-split-mma.md"};

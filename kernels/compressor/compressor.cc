@@ -20,7 +20,7 @@ constexpr Patch kFusedInsert = {
         "Pooling, norm, rotation, encoding, insertion and ring in one launch over blocks of "
         "channels, since a decode step mostly keeps one row and pays for launches.",
     .phases = kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kBitExact},
     .test = "CompressorCudaTest",
     .decision = "kernels/compressor/decisions/0001-insert-in-one-launch.md"};

@@ -87,7 +87,7 @@ constexpr Patch kFusedPre = {
         "fn "
         "in three bf16 terms, so that one token fills the device and fn is read once for many.",
     .phases = kPhasePrefill | kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-6},
     .test = "HyperConnectionFusedTest",
     .decision = "kernels/hyper_connection/decisions/0001-mix-split-over-columns.md"};

@@ -90,6 +90,7 @@ __device__ __forceinline__ void Softmax(float epsilon, float* logits) {
   c = Exp(c - largest);
   float sum = c + __shfl_xor_sync(kFullWarp, c, 1);
   sum += __shfl_xor_sync(kFullWarp, sum, 2);
+  __syncwarp();  // Lane i + 16 has read what lane i overwrites.
   if (threadIdx.x % kWarpLanes < M * M) logits[i] = c / sum + epsilon;
   __syncwarp();
 }

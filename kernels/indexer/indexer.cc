@@ -23,6 +23,7 @@ constexpr Patch kRadixTopK = {
         "A row's selection counts digits of 12 and 4 (or 10) bits in shared memory instead of one "
         "bit at a time, over scores held in registers.",
     .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = true,
     .bound = {},
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0001-radix-top-k.md"};
@@ -33,6 +34,7 @@ constexpr Patch kMmaScores = {
         "Keys stay in registers as tensor-core operands while the heads of several rows stream "
         "past, in even shares of all keys over the multiprocessors; then a selection by radix.",
     .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = true,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0002-mma-scores.md"};
@@ -43,6 +45,7 @@ constexpr Patch kFusedSelect = {
         "With few rows and keys, the block that scores a decode row's last tile (as "
         "indexer.mma_scores) selects its entries by radix in the same launch.",
     .phases = kPhaseDecode,
+    .default_on = true,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0003-fused-select.md"};

@@ -17,7 +17,7 @@ constexpr Patch kSwapAb = {
         "Streams the weights of a linear of few tokens through tensor cores, weights on their "
         "long side, in equal shares for all multiprocessors.",
     .phases = kPhasePrefill | kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     // Tensor cores keep fewer bits than f32 of a group's e4m3 sum: a cosine difference below 5e-6
     // is a relative error below 3.2e-3.
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/1e-3},

@@ -18,7 +18,7 @@ constexpr Patch kWarpPerHead = {
         "Norm, rotation and round trip of all heads and of the latent entry in one launch, a head "
         "in the registers of a warp, instead of five.",
     .phases = kPhasePrefill | kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kBitExact, /*factor=*/1.0, /*floor=*/0.0},
     .test = "HeadNormRopeTest",
     .decision = "kernels/fused/head_norm_rope/decisions/0001-warp-per-head.md"};

@@ -19,7 +19,7 @@ constexpr Patch kFused = {
         "Post, mix, gates, weighted sum and norm in two launches that read the streams from "
         "memory once, fn in three bf16 terms, which are all of f32.",
     .phases = kBothPhases,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-6},
     .test = "PostPreTest",
     .decision = "kernels/fused/post_pre/decisions/0002-finish-in-a-launch-of-its-own.md"};
