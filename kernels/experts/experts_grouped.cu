@@ -82,6 +82,7 @@ grouped::ProductArgs MakeProduct(const ExpertsArgs& args, const Batch& batch,
                                   .inputs = kIsGate ? batch.hidden : batch.intermediate,
                                   .outputs = kIsGate ? batch.intermediate : batch.hidden,
                                   .block_rows = batch.block_rows,
+                                  .tokens = batch.tokens,
                                   .shared_cost = SharedCost(args),
                                   .shared_tiles = {},
                                   .shared_bytes = {}};

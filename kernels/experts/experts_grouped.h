@@ -81,9 +81,10 @@ enum class ProductKind : uint8_t { kGate, kDown };
 
 struct ProductArgs {
   Scratch scratch;
-  int32_t inputs;       // K
-  int32_t outputs;      // N
-  int32_t block_rows;   // 8, 16 or 32.
+  int32_t inputs;      // K
+  int32_t outputs;     // N
+  int32_t block_rows;  // 8, 16 or 32.
+  int32_t tokens;
   int32_t shared_cost;  // Of a unit of the shared expert, in units of the others.
   // The tiles of the shared expert: kGate fetches them ahead.
   const uint8_t* shared_tiles[3];

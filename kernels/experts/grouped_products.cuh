@@ -4,10 +4,12 @@
 //
 // Bound by memory: the floor is the tiles of the experts that have rows, once. So every warp keeps
 // a ring of bulk copies running, across units of work, and the rest hides behind it. A unit is some
-// rows of tiles of one expert times a block of its rows (of tokens). The warps of a block split a
-// unit's inputs, always alike, so that a row's bits do not depend on the batch; they add through
-// shared memory. mma.sync m16n8k32 with weights on M: fp4 codes become e4m3 by shifts and masks,
-// their scales are applied to the product of each k32 step, the rows' scales to groups of 128.
+// rows of tiles of one expert times a block of its rows (of tokens). Few tokens: the warps of a
+// block split a unit's inputs and add through shared memory. Many: each warp has units of its own
+// (kAlone) and waits for nobody. Both add the same parts in the same order, so that a row's bits do
+// not depend on the batch. mma.sync with weights on M: fp4 codes become e4m3 by shifts and masks,
+// their scales are applied to the product of each k32 step, the rows' scales to groups of 128. Rows
+// are loaded once for w1 and w3, a group ahead where registers allow it.
 //
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m matrix; nb block of eight rows.
 #pragma once
@@ -21,85 +23,180 @@
 
 namespace isthmus::kernels::grouped {
 
-// totals[nb] += sums[nb] times the scales of the rows and of the group's weights.
-template <int kBlocks>
-__device__ __forceinline__ void AddScaled(const float (&sums)[kBlocks][4],
-                                          const RowPlaces<kBlocks>& rows, int group,
-                                          float weight_scale, float (&totals)[kBlocks][4]) {
-  const int t = static_cast<int>(threadIdx.x) % 4;
+// What a group needs besides the tiles: of few rows, loaded a group ahead.
+template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kBlocks>
+struct Operands {
+  std::conditional_t<kMma == MmaKind::kF16, HalfRows<kBlocks>, GroupRows<kBlocks>> codes;
+  float scales[kBlocks];                     // Of row g of every block.
+  uint32_t weight_scales[kMatrices<kKind>];  // Of fp8: ue8m0.
+
+  __device__ __forceinline__ void Load(const RowPlaces<kBlocks>& rows, const Job& job, int row_tile,
+                                       int group) {
+    codes.LoadAhead(rows, group);
 #pragma unroll
-  for (int nb = 0; nb < kBlocks; ++nb) {
-    const float mine = rows.Scale(nb, group);
-    for (int i = 0; i < 2; ++i) {
-      const float scale = __shfl_sync(kFullWarp, mine, 8 * t + 4 * i) * weight_scale;
-      totals[nb][i] = fmaf(sums[nb][i], scale, totals[nb][i]);
-      totals[nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[nb][i + 2]);
+    for (int nb = 0; nb < kBlocks; ++nb) scales[nb] = rows.Scale(nb, group);
+    if constexpr (kFormat == WeightFormat::kFp8Block128) {
+#pragma unroll
+      for (int m = 0; m < kMatrices<kKind>; ++m) {
+        const JobWeight& w = kKind == ProductKind::kDown ? job.w2 : m == 0 ? job.w1 : job.w3;
+        const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
+        weight_scales[m] = w.scales[at];
+      }
+    }
+  }
+};
+
+// totals[m][nb] += the tiles of one group of matrix m times the rows.
+template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kBlocks>
+__device__ __forceinline__ void MultiplyGroup(
+    const unsigned char* const (&stages)[kMatrices<kKind>], int offset,
+    Operands<kFormat, kMma, kKind, kBlocks>& operands, const RowPlaces<kBlocks>& rows, int group,
+    float (&totals)[kMatrices<kKind>][kBlocks][4]) {
+  constexpr int kM = kMatrices<kKind>;
+  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
+  // Scales for every 16 inputs are not among those of mxf8f6f4.
+  if constexpr (kMma == MmaKind::kBlockScaled && kFormat != WeightFormat::kNvfp4) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      MultiplyScaledGroup<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes,
+                                            kIsFp8 ? operands.weight_scales[m] : 127u,
+                                            operands.scales, totals[m]);
+    }
+  } else {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    // Of few rows shuffled once, of many where they are due: registers.
+    float row_scales[2] = {};
+    if constexpr (kBlocks == 1) {
+      row_scales[0] = __shfl_sync(kFullWarp, operands.scales[0], 8 * t);
+      row_scales[1] = __shfl_sync(kFullWarp, operands.scales[0], 8 * t + 4);
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      float sums[kBlocks][4] = {};
+      if constexpr (kMma == MmaKind::kF16) {
+        MultiplyHalfGroup<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
+      } else if constexpr (kIsFp8) {
+        MultiplyFp8Group<kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
+      } else {
+        MultiplyFp4Group<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
+      }
+#pragma unroll
+      for (int nb = 0; nb < kBlocks; ++nb) {
+        for (int i = 0; i < 2; ++i) {
+          float scale = kBlocks == 1 ? row_scales[i]
+                                     : __shfl_sync(kFullWarp, operands.scales[nb], 8 * t + 4 * i);
+          if constexpr (kIsFp8) {
+            scale *= Ue8m0Value(static_cast<uint8_t>(operands.weight_scales[m]));
+          }
+          totals[m][nb][i] = fmaf(sums[nb][i], scale, totals[m][nb][i]);
+          totals[m][nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[m][nb][i + 2]);
+        }
+      }
     }
   }
 }
 
+// Adds up the parts of the inputs of a warp that has all, in the order in which StoreUnit adds
+// those of several warps. The sums wait in shared memory, a lane's own: registers are scarce.
+template <ProductKind kKind, int kRingBlocks, int kBlocks>
+class PartSums {
+ public:
+  using Totals = float[kMatrices<kKind>][kBlocks][4];
+  __device__ __forceinline__ PartSums(int groups, Totals& totals) : groups_(groups) {
+    Visit(totals, [](float& sum, float&) { sum = 0.0f; });
+    Next(0);
+  }
+  // After `group`.
+  __device__ __forceinline__ void Add(int group, Totals& totals) {
+    if (group + 1 != part_end_) return;
+    Visit(totals, [](float& sum, float& total) {
+      sum += total;
+      total = 0.0f;
+    });
+    Next(group + 1);
+  }
+
+ private:
+  template <typename Each>
+  __device__ __forceinline__ static void Visit(Totals& totals, Each each) {
+    float* sums = PartOf<kKind, kRingBlocks>(WarpIndex());
+#pragma unroll
+    for (int m = 0; m < kMatrices<kKind>; ++m) {
+#pragma unroll
+      for (int nb = 0; nb < kBlocks; ++nb) {
+        for (int i = 0; i < 4; ++i) {
+          each(sums[((m * kBlocks + nb) * 4 + i) * kWarpLanes], totals[m][nb][i]);
+        }
+      }
+    }
+  }
+  // The first end of a part beyond `group`.
+  __device__ __forceinline__ void Next(int group) {
+    do {
+      ++part_;
+      part_end_ = groups_ * part_ / kParts<kKind>;
+    } while (part_end_ <= group && part_ < kParts<kKind>);
+  }
+  int groups_;
+  int part_ = 0;
+  int part_end_ = 0;
+};
+
+// Of a warp that has one part.
+struct NoParts {
+  template <typename Totals>
+  __device__ __forceinline__ NoParts(int, Totals&) {}
+  template <typename Totals>
+  __device__ __forceinline__ void Add(int, Totals&) {}
+};
+
 // This warp's part of a unit: totals[m][nb] of its 16 outputs and its share of the inputs.
-template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kRingBlocks, int kBlocks>
-__device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kRingBlocks>& stream,
+template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, bool kAlone, int kRingBlocks,
+          int kBlocks>
+__device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kAlone, kRingBlocks>& stream,
                                              const Job& job, int row_tile,
                                              const RowPlaces<kBlocks>& rows,
                                              float (&totals)[kMatrices<kKind>][kBlocks][4]) {
   constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
-  constexpr int kStageGroups = kIsFp8 ? 1 : 2;
-  constexpr int kGroupBytes = kIsFp8                            ? 4 * 512
-                              : kFormat == WeightFormat::kMxfp4 ? 2 * 544
-                                                                : 2 * 576;
-  // Scales for every 16 inputs are not among those of mxf8f6f4.
-  constexpr bool kIsScaled = kMma == MmaKind::kBlockScaled && kFormat != WeightFormat::kNvfp4;
+  constexpr int kGroupBytes = kFormat == WeightFormat::kMxfp4 ? 2 * 544 : 2 * 576;
+  // Where registers allow it.
+  constexpr bool kAhead =
+      kBlocks == 1 && (kFormat == WeightFormat::kMxfp4 || (!kIsFp8 && kRingBlocks == 1));
+  using GroupOperands = Operands<kFormat, kMma, kKind, kBlocks>;
+  const int last = stream.last();
+  int group = stream.first();
+  if (group == last) return;
+  std::conditional_t<kAlone, PartSums<kKind, kRingBlocks, kBlocks>, NoParts> parts(last, totals);
+  GroupOperands even;
+  if constexpr (kAhead) even.Load(rows, job, row_tile, group);
 #pragma unroll 1
-  for (int first = stream.first(); first < stream.last(); first += kStageGroups) {
-#pragma unroll
-    for (int m = 0; m < kMatrices<kKind>; ++m) {
-      const JobWeight& w = kKind == ProductKind::kDown ? job.w2 : m == 0 ? job.w1 : job.w3;
-      const unsigned char* stage = nullptr;
-#pragma unroll 1
-      for (int group = first; group < first + kStageGroups && group < stream.last(); ++group) {
-        std::conditional_t<kMma == MmaKind::kF16, HalfRows<kBlocks>, GroupRows<kBlocks>> codes;
-        uint32_t weight_scale = 127;  // ue8m0 of 1.
-        if constexpr (kIsFp8) {
-          const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
-          weight_scale = w.scales[at];
-        }
-        codes.LoadAhead(rows, group);
-        float scales[kBlocks];  // Of row g of every block.
-        if constexpr (kIsScaled) {
-          for (int nb = 0; nb < kBlocks; ++nb) scales[nb] = rows.Scale(nb, group);
-        }
-        if (stage == nullptr) stage = stream.Wait();
-        const unsigned char* tiles = stage + (group - first) * kGroupBytes;
-        if constexpr (kIsScaled) {
-          MultiplyScaledGroup<kFormat, kBlocks>(tiles, rows, group, codes, weight_scale, scales,
-                                                totals[m]);
-        } else {
-          float sums[kBlocks][4] = {};
-          if constexpr (kMma == MmaKind::kF16) {
-            MultiplyHalfGroup<kFormat, kBlocks>(tiles, rows, group, codes, sums);
-          } else if constexpr (kIsFp8) {
-            MultiplyFp8Group<kBlocks>(tiles, rows, group, codes, sums);
-          } else {
-            MultiplyFp4Group<kFormat, kBlocks>(tiles, rows, group, codes, sums);
-          }
-          AddScaled<kBlocks>(sums, rows, group, Ue8m0Value(static_cast<uint8_t>(weight_scale)),
-                             totals[m]);
-        }
+  do {
+    const unsigned char* stages[kMatrices<kKind>];
+    if constexpr (kAhead) {
+      GroupOperands odd;
+      odd.Load(rows, job, row_tile, group + 1 < last ? group + 1 : group);
+      stream.Wait(stages);
+      MultiplyGroup<kFormat, kMma, kKind>(stages, 0, even, rows, group, totals);
+      parts.Add(group, totals);
+      even.Load(rows, job, row_tile, group + 2 < last ? group + 2 : group);
+      if (++group < last) {
+        MultiplyGroup<kFormat, kMma, kKind>(stages, kGroupBytes, odd, rows, group, totals);
+        parts.Add(group, totals);
       }
-      stream.Release();
-    }
-  }
-  if constexpr (kIsScaled && kFormat == WeightFormat::kMxfp4) {
-    // The factor of a job is that of codes read as e4m3.
-#pragma unroll
-    for (int m = 0; m < kMatrices<kKind>; ++m) {
-      for (int nb = 0; nb < kBlocks; ++nb) {
-        for (int i = 0; i < 4; ++i) totals[m][nb][i] *= 0x1p-6f;
+      ++group;
+    } else {
+      stream.Wait(stages);
+      // A stage of fp8 is one group.
+      const int end = kIsFp8 || group + 1 == last ? group + 1 : group + 2;
+#pragma unroll 1
+      for (int offset = 0; group < end; ++group, offset += kGroupBytes) {
+        even.Load(rows, job, row_tile, group);
+        MultiplyGroup<kFormat, kMma, kKind>(stages, offset, even, rows, group, totals);
+        parts.Add(group, totals);
       }
     }
-  }
+    stream.Release();
+  } while (group < last);
 }
 
 // silu(min(g, limit)) * clamp(u, -limit, limit) * weight of values on the bf16 grid, on it.
@@ -118,14 +215,38 @@ struct UnitOutput {
   int first_output;
 };
 
-// The warps' parts, added in their order, and what becomes of the sums. By the whole block.
-template <ProductKind kKind, int kBlocks>
+// What sums of a matrix are multiplied with in the end. The factor of a job is that of codes read
+// as e4m3, which block-scaled instructions do not do.
+template <MmaKind kMma>
+__device__ __forceinline__ float FactorOf(const JobWeight& w) {
+  return kMma == MmaKind::kBlockScaled && w.format == WeightFormat::kMxfp4 ? w.factor * 0x1p-6f
+                                                                           : w.factor;
+}
+
+// What becomes of output n of row `row` of the unit.
+template <MmaKind kMma, ProductKind kKind>
+__device__ __forceinline__ void StoreSum(const ProductArgs& args, const Job& job,
+                                         const UnitOutput& unit, int row, int n,
+                                         const float (&sum)[kMatrices<kKind>]) {
+  const int64_t at = unit.first + row;
+  if constexpr (kKind == ProductKind::kGate) {
+    const float g = RoundBf16(sum[0] * FactorOf<kMma>(job.w1));
+    const float u = RoundBf16(sum[1] * FactorOf<kMma>(job.w3));
+    const float weight = args.scratch.row_weight[at];
+    args.scratch.h[at * args.outputs + n] = Bf16Bits(Gated(g, u, job.limit, weight));
+  } else {
+    args.scratch.y[at * args.outputs + n] = Bf16Bits(sum[0] * FactorOf<kMma>(job.w2));
+  }
+}
+
+// The warps' parts, added in their order. By the whole block.
+template <MmaKind kMma, ProductKind kKind, int kBlocks>
 __device__ __forceinline__ void StoreUnit(const ProductArgs& args, const Job& job,
                                           const UnitOutput& unit, const float* parts) {
-  constexpr int kSplit = kSplits<kKind>;
+  constexpr int kSplit = kSplits<kKind, false>;
   constexpr int kM = kMatrices<kKind>;
   const int blocks = (unit.count + 7) / 8;
-  const int values = kRowTiles<kKind> * blocks * 128;
+  const int values = kRowTiles<kKind, false> * blocks * 128;
 #pragma unroll 1  // The ring's state lives on through here.
   for (int v = static_cast<int>(threadIdx.x); v < values; v += kThreads) {
     const int lane = v % kWarpLanes;
@@ -144,16 +265,25 @@ __device__ __forceinline__ void StoreUnit(const ProductArgs& args, const Job& jo
         sum[m] += parts[((warp * kM + m) * kBlocks + nb) * 128 + i * kWarpLanes + lane];
       }
     }
-    const int64_t at = unit.first + row;
     const int n = unit.first_output + tile * 16 + lane / 4 + (i >= 2 ? 8 : 0);
-    if constexpr (kKind == ProductKind::kGate) {
-      const float g = RoundBf16(sum[0] * job.w1.factor);
-      const float u = RoundBf16(sum[kM - 1] * job.w3.factor);
-      const float weight = args.scratch.row_weight[at];
-      args.scratch.h[at * args.outputs + n] = Bf16Bits(Gated(g, u, job.limit, weight));
-    } else {
-      args.scratch.y[at * args.outputs + n] = Bf16Bits(sum[0] * job.w2.factor);
-    }
+    StoreSum<kMma, kKind>(args, job, unit, row, n, sum);
+  }
+}
+
+// The sums of a warp that had all inputs, which lie where PartSums left them.
+template <MmaKind kMma, ProductKind kKind, int kRingBlocks, int kBlocks>
+__device__ __forceinline__ void StoreAlone(const ProductArgs& args, const Job& job,
+                                           const UnitOutput& unit) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const float* sums = PartOf<kKind, kRingBlocks>(WarpIndex());
+#pragma unroll 1
+  for (int v = 0; v < kBlocks * 4; ++v) {
+    const int row = v / 4 * 8 + 2 * (lane % 4) + v % 2;
+    if (row >= unit.count) continue;
+    float sum[kMatrices<kKind>];
+    for (int m = 0; m < kMatrices<kKind>; ++m) sum[m] = sums[(m * kBlocks * 4 + v) * kWarpLanes];
+    const int n = unit.first_output + lane / 4 + (v % 4 >= 2 ? 8 : 0);
+    StoreSum<kMma, kKind>(args, job, unit, row, n, sum);
   }
 }
 
@@ -177,42 +307,64 @@ __device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
   return places;
 }
 
-// One unit by the whole block: multiply, add, store.
-template <MmaKind kMma, ProductKind kKind, int kRingBlocks, int kBlocks>
+// One unit, by the whole block or by a warp: multiply, add, store.
+template <MmaKind kMma, ProductKind kKind, bool kAlone, int kRingBlocks, int kBlocks>
 __device__ __forceinline__ void RunUnit(const ProductArgs& args,
-                                        WeightStream<kKind, kRingBlocks>& stream, const Job& job,
-                                        const UnitOutput& unit) {
-  float* parts = PartsOf<kRingBlocks>();
+                                        WeightStream<kKind, kAlone, kRingBlocks>& stream,
+                                        const Job& job, const UnitOutput& unit) {
   constexpr int kM = kMatrices<kKind>;
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int row_tile = unit.first_output / 16 + warp / kSplits<kKind>;
+  const int row_tile = unit.first_output / 16 + (kAlone ? 0 : warp / kSplits<kKind, kAlone>);
   const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
   float totals[kM][kBlocks][4] = {};
   const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
   if (format == WeightFormat::kMxfp4) {
-    MultiplyUnit<WeightFormat::kMxfp4, kMma, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
   } else if (format == WeightFormat::kNvfp4) {
-    MultiplyUnit<WeightFormat::kNvfp4, kMma, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
   } else {
-    MultiplyUnit<WeightFormat::kFp8Block128, kMma, kKind>(stream, job, row_tile, rows, totals);
+    MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
   }
-  __syncthreads();  // The parts of the unit before this one have been read.
+  if constexpr (kAlone) {
+    StoreAlone<kMma, kKind, kRingBlocks, kBlocks>(args, job, unit);
+  } else {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    float* parts = PartsOf<kRingBlocks>();
+    __syncthreads();  // The parts of the unit before this one have been read.
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) {
-      float* mine = parts + ((warp * kM + m) * kBlocks + nb) * 128 + lane;
-      for (int i = 0; i < 4; ++i) mine[i * kWarpLanes] = totals[m][nb][i];
+      for (int nb = 0; nb < kBlocks; ++nb) {
+        float* mine = parts + ((warp * kM + m) * kBlocks + nb) * 128 + lane;
+        for (int i = 0; i < 4; ++i) mine[i * kWarpLanes] = totals[m][nb][i];
+      }
+    }
+    __syncthreads();
+    StoreUnit<kMma, kKind, kBlocks>(args, job, unit, parts);
+  }
+}
+
+// Where a warp is, in shared memory: it takes no registers from the products.
+struct UnitPlace {
+  int job, row, block;
+  int units_left;
+};
+__device__ __forceinline__ void NextUnit(const ProductArgs& args, int row_units, UnitPlace* place) {
+  UnitPlace at = *place;
+  --at.units_left;
+  if (++at.block * args.block_rows >= args.scratch.jobs[at.job].num_rows) {
+    at.block = 0;
+    if (++at.row == row_units) {
+      at.row = 0;
+      ++at.job;
     }
   }
-  __syncthreads();
-  StoreUnit<kKind, kBlocks>(args, job, unit, parts);
+  *place = at;
 }
 
 // Grid: a multiple of the multiprocessors. Block: kThreads. Shared memory: kProductSharedBytes.
 // Units have at most 8 kBlocks rows.
-template <MmaKind kMma, ProductKind kKind, int kBlocks>
+template <MmaKind kMma, ProductKind kKind, bool kAlone, int kBlocks>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExperts(
     const __grid_constant__ ProductArgs args) {
 #if !ISTHMUS_HAS_SM120A
@@ -232,42 +384,45 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
     PrefetchShared(args);
     WaitForPredecessor();
   }
-  const int row_units = args.outputs / (kRowTiles<kKind> * 16);
-  const UnitRange range = ShareOf(args, row_units);
-  WeightStream<kKind, kBlocks> stream(args, range);
-  for (int i = 0; i < kDepth; ++i) stream.Issue();
+  constexpr int kOutputs = kRowTiles<kKind, kAlone> * 16;  // Of a unit.
+  const int row_units = args.outputs / kOutputs;
+  const int64_t shares = int64_t{gridDim.x} * (kAlone ? kWarps : 1);
+  const int64_t share = kAlone ? int64_t{blockIdx.x} * kWarps + WarpIndex() : int64_t{blockIdx.x};
+  const UnitRange range = ShareOf(args, row_units, share, shares);
+  __shared__ NextCopy next_copies[kWarps];
+  WeightStream<kKind, kAlone, kBlocks> stream(args, range, next_copies + WarpIndex());
   if (kKind == ProductKind::kDown) WaitForPredecessor();
   LetSuccessorStart();
 
-  int job_index = range.job;
-  int row = range.row;
-  int block = range.block;
-  for (int left = range.end - range.begin; left > 0; --left) {
-    const Job& job = args.scratch.jobs[job_index];
-    const int first = block * args.block_rows;
+  __shared__ UnitPlace places[kWarps];
+  UnitPlace* place = places + WarpIndex();
+  if (threadIdx.x % kWarpLanes == 0) {
+    *place = {range.job, range.row, range.block, range.end - range.begin};
+  }
+  __syncwarp();
+  while (place->units_left > 0) {
+    const Job& job = args.scratch.jobs[place->job];
+    const int first = place->block * args.block_rows;
     const int rest = job.num_rows - first;
     const UnitOutput at = {job.first_row + first, rest < args.block_rows ? rest : args.block_rows,
-                           row * kRowTiles<kKind> * 16};
+                           place->row * kOutputs};
     constexpr int kFew = (kBlocks + 1) / 2;
     if (kBlocks == kFew || at.count <= 8 * kFew) {
-      RunUnit<kMma, kKind, kBlocks, kFew>(args, stream, job, at);
+      RunUnit<kMma, kKind, kAlone, kBlocks, kFew>(args, stream, job, at);
     } else {
-      RunUnit<kMma, kKind, kBlocks, kBlocks>(args, stream, job, at);
+      RunUnit<kMma, kKind, kAlone, kBlocks, kBlocks>(args, stream, job, at);
     }
-    if (rest > args.block_rows) {
-      ++block;
-      continue;
-    }
-    block = 0;
-    if (++row < row_units) continue;
-    row = 0;
-    ++job_index;
+    __syncwarp();
+    if (threadIdx.x % kWarpLanes == 0) NextUnit(args, row_units, place);
+    __syncwarp();
   }
 }
 
-template <MmaKind kMma, ProductKind kKind, int kBlocks>
+template <MmaKind kMma, ProductKind kKind, bool kAlone, int kBlocks>
 absl::Status LaunchProductBlocks(const ProductArgs& args, const Exec& exec) {
-  static_assert(kProductSharedBytes<kKind, kBlocks> <= kMaxSharedBytes);
+  static_assert(kProductSharedBytes<kKind, kBlocks> +
+                    kWarps * (sizeof(NextCopy) + sizeof(UnitPlace)) <=
+                kMaxSharedBytes);
   // One block of threads fits into the shared memory of a multiprocessor of sm_120.
   const int per_sm = exec.arch >= kArchSm120 ? 1 : kBlocksPerSm<kBlocks>;
   const int sms = exec.num_sms > 0 ? exec.num_sms : 1;
@@ -276,14 +431,16 @@ absl::Status LaunchProductBlocks(const ProductArgs& args, const Exec& exec) {
                  .block = dim3(kThreads),
                  .shared_bytes = kProductSharedBytes<kKind, kBlocks>,
                  .overlaps_predecessor = true},
-                exec, MultiplyExperts<kMma, kKind, kBlocks>, args);
+                exec, MultiplyExperts<kMma, kKind, kAlone, kBlocks>, args);
 }
 
 template <MmaKind kMma, ProductKind kKind>
 absl::Status LaunchProduct(const ProductArgs& args, const Exec& exec) {
-  if (args.block_rows == 8) return LaunchProductBlocks<kMma, kKind, 1>(args, exec);
-  if (args.block_rows == 16) return LaunchProductBlocks<kMma, kKind, 2>(args, exec);
-  return LaunchProductBlocks<kMma, kKind, 4>(args, exec);
+  if (args.block_rows == 8) return LaunchProductBlocks<kMma, kKind, false, 1>(args, exec);
+  if (args.block_rows == 32) return LaunchProductBlocks<kMma, kKind, true, 4>(args, exec);
+  // More than 16 tokens name enough experts for every warp to have some units.
+  return args.tokens > 16 ? LaunchProductBlocks<kMma, kKind, true, 2>(args, exec)
+                          : LaunchProductBlocks<kMma, kKind, false, 2>(args, exec);
 }
 
 }  // namespace isthmus::kernels::grouped

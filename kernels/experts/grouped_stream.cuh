@@ -21,13 +21,20 @@ inline constexpr int kStageBytes = 4 * 576;  // Two groups of fp4, or one of fp8
 // applied to sums. kBlockScaled: sm_120a's instruction applies them.
 enum class MmaKind : uint8_t { kF16, kE4m3, kBlockScaled };
 
-// How a block cuts a unit: kRowTiles rows of tiles, the inputs of each over kSplits warps.
 template <ProductKind kKind>
 inline constexpr int kMatrices = kKind == ProductKind::kGate ? 2 : 1;
+// The inputs of an output are added up in this many parts, and the parts in their order, whoever
+// does it.
 template <ProductKind kKind>
-inline constexpr int kSplits = kKind == ProductKind::kGate ? 8 : 2;
-template <ProductKind kKind>
-inline constexpr int kRowTiles = kWarps / kSplits<kKind>;
+inline constexpr int kParts = kKind == ProductKind::kGate ? 8 : 2;
+
+// Who does it. Few tokens: a block of threads takes a unit of kRowTiles rows of tiles, kSplits
+// warps the parts of each, so that there are enough units for all. Many: every warp takes units of
+// a row of tiles and all of its inputs, and never waits for another warp.
+template <ProductKind kKind, bool kAlone>
+inline constexpr int kSplits = kAlone ? 1 : kParts<kKind>;
+template <ProductKind kKind, bool kAlone>
+inline constexpr int kRowTiles = kAlone ? 1 : kWarps / kSplits<kKind, kAlone>;
 
 // Stages of a warp's ring, for at most 8 kBlocks rows of a unit: what the partial sums leave.
 template <int kBlocks>
@@ -62,6 +69,12 @@ template <int kBlocks>
 __device__ __forceinline__ float* PartsOf() {
   return reinterpret_cast<float*>(StageOf<kBlocks>(kWarps, 0));
 }
+// This lane's place in the part of a warp.
+template <ProductKind kKind, int kBlocks>
+__device__ __forceinline__ float* PartOf(int warp) {
+  return PartsOf<kBlocks>() + warp * kMatrices<kKind> * kBlocks * 128 +
+         static_cast<int>(threadIdx.x) % kWarpLanes;
+}
 template <ProductKind kKind, int kBlocks>
 __device__ __forceinline__ Mbarrier* BarrierOf(int warp, int stage) {
   return reinterpret_cast<Mbarrier*>(PartsOf<kBlocks>() + kSumFloats<kKind, kBlocks>) +
@@ -81,7 +94,7 @@ __device__ __forceinline__ void PrefetchShared(const ProductArgs& args) {
   }
 }
 
-// Units [begin, end) of a block of threads, and the place of the first.
+// Units [begin, end) of a block of threads or of a warp, and the place of the first.
 struct UnitRange {
   int begin, end;
   int job, row, block;
@@ -94,18 +107,18 @@ __device__ __forceinline__ int UnitAt(int64_t cost, int shared_units, int shared
   return static_cast<int>((cost + shared_cost - 1) / shared_cost);
 }
 
-// An even share of the cost, consecutive, so that a block of threads stays with an expert.
-__device__ __forceinline__ UnitRange ShareOf(const ProductArgs& args, int row_units) {
+// Share `index` of `shares`, even by cost and consecutive, so that a block of threads stays with an
+// expert.
+__device__ __forceinline__ UnitRange ShareOf(const ProductArgs& args, int row_units, int64_t index,
+                                             int64_t shares) {
   const JobList& list = *args.scratch.list;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int jobs = list.num_jobs;
   const int shared_units = args.shared_cost > 1 ? list.first_block[1] * row_units : 0;
   const int units = list.num_blocks * row_units;
   const int64_t cost = units + int64_t{shared_units} * (args.shared_cost - 1);
-  const int64_t index = blockIdx.x;
-  UnitRange range = {UnitAt(cost * index / gridDim.x, shared_units, args.shared_cost),
-                     UnitAt(cost * (index + 1) / gridDim.x, shared_units, args.shared_cost), 0, 0,
-                     0};
+  UnitRange range = {UnitAt(cost * index / shares, shared_units, args.shared_cost),
+                     UnitAt(cost * (index + 1) / shares, shared_units, args.shared_cost), 0, 0, 0};
   int begun = 0;  // Jobs that begin at or before the first unit.
   for (int j = lane; j < jobs; j += kWarpLanes) {
     if (list.first_block[j] * row_units <= range.begin) ++begun;
@@ -119,85 +132,117 @@ __device__ __forceinline__ UnitRange ShareOf(const ProductArgs& args, int row_un
   return range;
 }
 
-// The weights that a warp reads, stage by stage, as far ahead of their use as the ring is long.
-template <ProductKind kKind, int kBlocks>
+// A warp's next copy, in shared memory: it takes no registers from the products.
+struct NextCopy {
+  const uint8_t* from[2];  // Of w1 and w3, or of w2.
+  int job, row, block;
+  int units_left;
+  int group;
+  int group_bytes;
+  int stage;
+  int matrix;
+};
+
+// The weights that a warp reads, stage by stage, as far ahead of their use as the ring is long. A
+// stage is one or two groups of one matrix; those of w1 and w3 take turns.
+template <ProductKind kKind, bool kAlone, int kBlocks>
 class WeightStream {
  public:
   static constexpr int kDepth = kStages<kBlocks>;
+  static constexpr int kSplit = kSplits<kKind, kAlone>;
+  static constexpr int kTiles = kRowTiles<kKind, kAlone>;
+  static_assert(kDepth > kMatrices<kKind>);
 
-  __device__ __forceinline__ WeightStream(const ProductArgs& args, const UnitRange& range)
-      : args_(args),
-        job_(range.job),
-        row_(range.row),
-        block_(range.block),
-        units_left_(range.end - range.begin) {
-    group_ = first();
-    if (group_ == last()) units_left_ = 0;
+  // Fills the ring.
+  __device__ __forceinline__ WeightStream(const ProductArgs& args, const UnitRange& range,
+                                          NextCopy* next_of_warp)
+      : args_(args), next_of_warp_(next_of_warp) {
+    if (threadIdx.x % kWarpLanes != 0) return;
+    NextCopy next = {};
+    next.job = range.job;
+    next.row = range.row;
+    next.block = range.block;
+    next.units_left = first() == last() ? 0 : range.end - range.begin;
+    if (next.units_left > 0) Begin(next);
+    for (int i = 0; i < kDepth; ++i) Issue(next);
+    *next_of_warp_ = next;
   }
   // The share of the inputs of this warp, in groups.
-  __device__ __forceinline__ int first() const { return groups() * Split() / kSplits<kKind>; }
-  __device__ __forceinline__ int last() const { return groups() * (Split() + 1) / kSplits<kKind>; }
+  __device__ __forceinline__ int first() const { return groups() * Split() / kSplit; }
+  __device__ __forceinline__ int last() const { return groups() * (Split() + 1) / kSplit; }
+  __device__ __forceinline__ int groups() const { return args_.inputs / static_cast<int>(kGroup); }
 
-  // Starts the next copy, if there is any left. By the whole warp, after __syncwarp(). What it
-  // needs to know of the job is read again each time: registers are scarcer than loads from L1.
-  __device__ __forceinline__ void Issue() {
-    if (units_left_ <= 0) return;
-    const Job& job = args_.scratch.jobs[job_];
-    const JobWeight& w = kKind == ProductKind::kDown ? job.w2 : matrix_ == 0 ? job.w1 : job.w3;
-    const int most = IsFp4(w.format) ? 2 : 1;
-    const int count = last() - group_ < most ? last() - group_ : most;
-    if (threadIdx.x % kWarpLanes == 0) {
-      const int64_t row_tile = int64_t{row_} * kRowTiles<kKind> + WarpIndex() / kSplits<kKind>;
-      const int group_bytes = GroupBytes(w.format);
-      const uint8_t* from = w.tiles + (row_tile * groups() + group_) * group_bytes;
-      const auto bytes = static_cast<unsigned>(count * group_bytes);
-      Mbarrier* full = BarrierOf<kKind, kBlocks>(WarpIndex(), issued_);
-      BarrierArriveExpect(full, bytes);
-      BulkCopyOnce(StageOf<kBlocks>(WarpIndex(), issued_), from, bytes, full);
+  // The oldest stages, one of every matrix, when they have arrived.
+  __device__ __forceinline__ void Wait(const unsigned char* (&stages)[kMatrices<kKind>]) {
+#pragma unroll
+    for (int m = 0; m < kMatrices<kKind>; ++m) {
+      BarrierWait(BarrierOf<kKind, kBlocks>(WarpIndex(), used_), parity_);
+      stages[m] = StageOf<kBlocks>(WarpIndex(), used_);
+      used_ = used_ + 1 == kDepth ? 0 : used_ + 1;
+      parity_ ^= used_ == 0 ? 1u : 0u;
     }
-    issued_ = issued_ + 1 == kDepth ? 0 : issued_ + 1;
-    Advance(count);
   }
-  // The oldest stage, when it has arrived.
-  __device__ __forceinline__ const unsigned char* Wait() {
-    BarrierWait(BarrierOf<kKind, kBlocks>(WarpIndex(), used_), parity_);
-    return StageOf<kBlocks>(WarpIndex(), used_);
-  }
-  // It has been read: its place takes the next copy.
+  // They have been read: their places take the next copies.
   __device__ __forceinline__ void Release() {
-    used_ = used_ + 1 == kDepth ? 0 : used_ + 1;
-    parity_ ^= used_ == 0 ? 1u : 0u;
     __syncwarp();
-    Issue();
+    if (threadIdx.x % kWarpLanes == 0) {
+      NextCopy next = *next_of_warp_;
+#pragma unroll 1
+      for (int m = 0; m < kMatrices<kKind>; ++m) Issue(next);
+      *next_of_warp_ = next;
+    }
+    __syncwarp();
   }
 
  private:
-  __device__ __forceinline__ static int Split() { return WarpIndex() % kSplits<kKind>; }
-  __device__ __forceinline__ int groups() const { return args_.inputs / static_cast<int>(kGroup); }
-  // The order in which MultiplyUnit asks.
-  __device__ __forceinline__ void Advance(int groups) {
-    if (kMatrices<kKind> == 2 && matrix_ == 0) {
-      matrix_ = 1;
-      return;
+  __device__ __forceinline__ static int Split() { return WarpIndex() % kSplit; }
+  // Starts the next copy, if there is any left. One lane.
+  __device__ __forceinline__ void Issue(NextCopy& next) const {
+    if (next.units_left <= 0) return;
+    const int most = next.group_bytes == GroupBytes(WeightFormat::kFp8Block128) ? 1 : 2;
+    const int count = last() - next.group < most ? last() - next.group : most;
+    const auto bytes = static_cast<unsigned>(count * next.group_bytes);
+    Mbarrier* full = BarrierOf<kKind, kBlocks>(WarpIndex(), next.stage);
+    BarrierArriveExpect(full, bytes);
+    BulkCopyOnce(StageOf<kBlocks>(WarpIndex(), next.stage), next.from[0], bytes, full);
+    next.stage = next.stage + 1 == kDepth ? 0 : next.stage + 1;
+    next.from[0] += bytes;
+    if (kMatrices<kKind> == 2) {
+      const uint8_t* other = next.from[1];
+      next.from[1] = next.from[0];
+      next.from[0] = other;
+      next.matrix ^= 1;
+      if (next.matrix != 0) return;
     }
-    matrix_ = 0;
-    group_ += groups;
-    if (group_ < last()) return;
-    group_ = first();
-    --units_left_;
-    const int32_t* first_block = args_.scratch.list->first_block + job_;
-    if (++block_ < first_block[1] - first_block[0]) return;
-    block_ = 0;
-    if (++row_ * kRowTiles<kKind> * static_cast<int>(kPanelRows) < args_.outputs) return;
-    row_ = 0;
-    ++job_;
+    next.group += count;
+    if (next.group == last() && --next.units_left > 0) Advance(next);
+  }
+  // The first copies of a unit.
+  __device__ __forceinline__ void Begin(NextCopy& next) const {
+    next.group = first();
+    const Job& job = args_.scratch.jobs[next.job];
+    const JobWeight& w = kKind == ProductKind::kGate ? job.w1 : job.w2;
+    next.group_bytes = GroupBytes(w.format);
+    const int64_t row_tile = int64_t{next.row} * kTiles + (kAlone ? 0 : WarpIndex() / kSplit);
+    const int64_t offset = (row_tile * groups() + next.group) * next.group_bytes;
+    next.from[0] = w.tiles + offset;
+    if (kKind == ProductKind::kGate) next.from[1] = job.w3.tiles + offset;
+  }
+  // To the next unit.
+  __device__ __forceinline__ void Advance(NextCopy& next) const {
+    const int32_t* first_block = args_.scratch.list->first_block + next.job;
+    if (++next.block == first_block[1] - first_block[0]) {
+      next.block = 0;
+      if (++next.row * kTiles * static_cast<int>(kPanelRows) == args_.outputs) {
+        next.row = 0;
+        ++next.job;
+      }
+    }
+    Begin(next);
   }
 
   const ProductArgs& args_;
-  int job_, row_, block_, group_;
-  int matrix_ = 0;
-  int units_left_;
-  int issued_ = 0;
+  NextCopy* next_of_warp_;
   int used_ = 0;
   unsigned parity_ = 0;
 };
