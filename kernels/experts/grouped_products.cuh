@@ -5,11 +5,11 @@
 // Bound by memory: the floor is the tiles of the experts that have rows, once. So every warp keeps
 // a ring of bulk copies running, across units of work, and the rest hides behind it. A unit is some
 // rows of tiles of one expert times a block of its rows (of tokens). Few tokens: the warps of a
-// block split a unit's inputs and add through shared memory. Many: each warp has units of its own
-// (kAlone) and waits for nobody. Both add the same parts in the same order, so that a row's bits do
-// not depend on the batch. mma.sync with weights on M: fp4 codes become e4m3 by shifts and masks,
-// their scales are applied to the product of each k32 step, the rows' scales to groups of 128. Rows
-// are loaded once for w1 and w3, a group ahead where registers allow it.
+// block split a unit's inputs and add through shared memory. Many, or w2: each warp has units of
+// its own (kAlone) and waits for nobody. Both add the same parts in the same order, so that a row's
+// bits do not depend on the batch. mma.sync with weights on M: fp4 codes become e4m3 by shifts and
+// masks, their scales are applied to the product of each k32 step, the rows' scales to groups of
+// 128. Rows are loaded once for w1 and w3, a group ahead where registers allow it.
 //
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m matrix; nb block of eight rows.
 #pragma once
@@ -434,13 +434,15 @@ absl::Status LaunchProductBlocks(const ProductArgs& args, const Exec& exec) {
                 exec, MultiplyExperts<kMma, kKind, kAlone, kBlocks>, args);
 }
 
+// The down product has four times the outputs and a quarter of the inputs: even one token has a
+// unit for most warps, and alone they need no barrier. The gate's has so from 17 tokens on.
 template <MmaKind kMma, ProductKind kKind>
 absl::Status LaunchProduct(const ProductArgs& args, const Exec& exec) {
-  if (args.block_rows == 8) return LaunchProductBlocks<kMma, kKind, false, 1>(args, exec);
+  constexpr bool kIsDown = kKind == ProductKind::kDown;
+  if (args.block_rows == 8) return LaunchProductBlocks<kMma, kKind, kIsDown, 1>(args, exec);
   if (args.block_rows == 32) return LaunchProductBlocks<kMma, kKind, true, 4>(args, exec);
-  // More than 16 tokens name enough experts for every warp to have some units.
-  return args.tokens > 16 ? LaunchProductBlocks<kMma, kKind, true, 2>(args, exec)
-                          : LaunchProductBlocks<kMma, kKind, false, 2>(args, exec);
+  if (args.tokens > 16) return LaunchProductBlocks<kMma, kKind, true, 2>(args, exec);
+  return LaunchProductBlocks<kMma, kKind, kIsDown, 2>(args, exec);
 }
 
 }  // namespace isthmus::kernels::grouped

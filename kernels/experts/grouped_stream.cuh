@@ -26,7 +26,7 @@ inline constexpr int kMatrices = kKind == ProductKind::kGate ? 2 : 1;
 // The inputs of an output are added up in this many parts, and the parts in their order, whoever
 // does it.
 template <ProductKind kKind>
-inline constexpr int kParts = kKind == ProductKind::kGate ? 8 : 2;
+inline constexpr int kParts = kKind == ProductKind::kGate ? 8 : 1;
 
 // Who does it. Few tokens: a block of threads takes a unit of kRowTiles rows of tiles, kSplits
 // warps the parts of each, so that there are enough units for all. Many: every warp takes units of
