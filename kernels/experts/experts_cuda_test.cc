@@ -274,7 +274,8 @@ TEST_P(ExpertsCudaTest, GivesATokenTheSameBitsInEveryBatch) {
   const ExpertsVariant& variant = GetParam();
   TestDevice device;
   if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
-  ExpertsCase c(WeightFormat::kMxfp4, 27, 384, 128, 6, 2, false);
+  // 11 groups of inputs: the eight parts of the gate product have one or two.
+  ExpertsCase c(WeightFormat::kMxfp4, 27, 1408, 128, 6, 2, false);
   const DeviceCase on_device(c, WeightLayout::kMmaTiles);
   const ExpertsArgs all = on_device.Args(Arithmetic::kReference);
   ASSERT_TRUE(variant.launch(all, device.exec()).ok());
