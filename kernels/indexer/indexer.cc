@@ -45,7 +45,6 @@ constexpr Patch kFusedSelect = {
         "With few rows and keys, the block that scores a decode row's last tile (as "
         "indexer.mma_scores) selects its entries by radix in the same launch.",
     .phases = kPhaseDecode,
-    .default_on = true,
     .bound = {NumericClass::kReordered, /*factor=*/2.0, /*floor=*/1e-7},
     .test = "IndexerCudaTest",
     .decision = "kernels/indexer/decisions/0003-fused-select.md"};
