@@ -16,7 +16,7 @@
 namespace isthmus::kernels {
 
 std::span<const Patch* const> AllPatches() {
-  static const std::vector<const Patch*> patches = [] {
+  static const std::vector<const Patch*> kAll = [] {
     std::vector<const Patch*> all;
     for (const std::span<const Patch* const> some :
          {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
@@ -26,7 +26,7 @@ std::span<const Patch* const> AllPatches() {
     }
     return all;
   }();
-  return patches;
+  return kAll;
 }
 
 std::map<std::string, bool> NoPatches() {

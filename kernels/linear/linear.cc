@@ -41,8 +41,8 @@ constexpr const Patch* kPatches[] = {&kSwapAb, &kTilesLarge};
 bool FitsTensorCores(const LinearArgs& args) {
   const WeightView& w = args.weight;
   if (w.rows < 1 || w.cols < 1) return false;
-  if (w.layout != WeightLayout::kMmaTiles || w.first_col != 0 || w.first_row % 16 != 0)
-    return false;
+  if (w.layout != WeightLayout::kMmaTiles || w.first_col != 0) return false;
+  if (w.first_row % 16 != 0) return false;
   if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;
   if (w.format == WeightFormat::kBf16) return !args.quantise_input;
   return w.format == WeightFormat::kFp8Block128;
