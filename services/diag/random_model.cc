@@ -181,8 +181,9 @@ model::ModelConfig MiniatureConfig(int num_layers) {
   config.num_experts_per_tok = 2;
   config.moe_intermediate_size = 128;
   config.num_hash_layers = 1;
-  for (int i = 0; i < num_layers; ++i)
+  for (int i = 0; i < num_layers; ++i) {
     config.compress_ratios.push_back(i == 0 ? 0 : i % 2 == 1 ? 4 : 128);
+  }
   return config;
 }
 

@@ -58,6 +58,7 @@ absl::Status RankModels::ForEach(
   std::vector<absl::Status> results(models_.size());
   {
     std::vector<Thread> threads;
+    threads.reserve(models_.size());
     for (size_t r = 0; r < models_.size(); ++r) {
       threads.emplace_back(RealClock(), [&, r] {
         results[r] = kernels::UseDevice(models_[r]->device().device());
