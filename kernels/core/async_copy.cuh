@@ -73,13 +73,6 @@ __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-// Orders ordinary accesses of shared memory before those of the copy engine that follow: in each
-// thread, before the barrier after which a buffer is filled again.
-__device__ __forceinline__ void FenceAsyncCopies() {
-#if !ISTHMUS_EMULATED
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ void BarrierArrive(Mbarrier* barrier) {
 #if ISTHMUS_EMULATED
   emulator::BarrierArrive(&barrier->state, 0);

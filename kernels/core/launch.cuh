@@ -141,40 +141,6 @@ __device__ __forceinline__ void LowerRegisters() {
 #endif
 }
 
-// A load that sees everything its value's writer released before, over the whole device.
-__device__ __forceinline__ unsigned LoadAcquire(const unsigned* p) {
-#if ISTHMUS_EMULATED
-  return std::atomic_ref<unsigned>(*const_cast<unsigned*>(p)).load();
-#else
-  unsigned value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-#endif
-}
-__device__ __forceinline__ void StoreRelease(unsigned* p, unsigned value) {
-#if ISTHMUS_EMULATED
-  std::atomic_ref<unsigned>(*p).store(value);
-#else
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-#endif
-}
-// The same between devices.
-__device__ __forceinline__ unsigned LoadAcquireSystem(const unsigned* p) {
-#if ISTHMUS_EMULATED
-  return std::atomic_ref<unsigned>(*const_cast<unsigned*>(p)).load();
-#else
-  unsigned value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-#endif
-}
-__device__ __forceinline__ void StoreReleaseSystem(unsigned* p, unsigned value) {
-#if ISTHMUS_EMULATED
-  std::atomic_ref<unsigned>(*p).store(value);
-#else
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-#endif
-}
 // In a loop that waits for another block.
 __device__ __forceinline__ void SpinPause() {
 #if ISTHMUS_EMULATED

@@ -14,6 +14,7 @@
 
 namespace isthmus::kernels {
 
+// A load that sees everything its value's writer released before, between devices, too.
 __device__ __forceinline__ uint64_t LoadAcquireSystem(const uint64_t* p) {
 #if ISTHMUS_EMULATED
   return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(p)).load();

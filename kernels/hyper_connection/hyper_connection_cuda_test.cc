@@ -58,7 +58,6 @@ std::vector<float> Nothing(int64_t count) {
   return std::vector<float>(static_cast<size_t>(count), std::nanf(""));
 }
 
-// Runs `launch` twice, the second time with threads in the other order where they are emulated.
 // The trusted paths, whatever the defaults are.
 Exec Trusted(TestDevice& device) {
   static const PatchSet kOff = [] {
@@ -71,6 +70,7 @@ Exec Trusted(TestDevice& device) {
   return exec;
 }
 
+// Runs `launch` twice, the second time with threads in the other order where they are emulated.
 template <typename Launch>
 void RunTwice(const TestDevice& device, Launch launch) {
   ASSERT_TRUE(launch().ok());
