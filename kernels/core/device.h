@@ -42,49 +42,41 @@ absl::StatusOr<int64_t> FreeDeviceBytes();
 // Device memory. Movable; freed with the object. Aligned to 256 bytes.
 class DeviceBuffer {
  public:
-  DeviceBuffer() = default;
-  DeviceBuffer(DeviceBuffer&& other) noexcept;
-  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-  ~DeviceBuffer();
-
   // ResourceExhausted with both numbers when the memory cannot be had.
   static absl::StatusOr<DeviceBuffer> Allocate(int64_t bytes);
 
-  std::byte* data() const { return data_; }
+  std::byte* data() const { return data_.get(); }
   template <typename T>
   T* as() const {
-    return reinterpret_cast<T*>(data_);
+    return reinterpret_cast<T*>(data());
   }
   int64_t bytes() const { return bytes_; }
 
  private:
-  std::byte* data_ = nullptr;
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte, Free> data_;
   int64_t bytes_ = 0;
 };
 
 // Host memory that the copy engine reads and writes at full speed. Movable.
 class PinnedBuffer {
  public:
-  PinnedBuffer() = default;
-  PinnedBuffer(PinnedBuffer&& other) noexcept;
-  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
-  ~PinnedBuffer();
-
   static absl::StatusOr<PinnedBuffer> Allocate(int64_t bytes);
 
-  std::byte* data() const { return data_; }
+  std::byte* data() const { return data_.get(); }
   template <typename T>
   T* as() const {
-    return reinterpret_cast<T*>(data_);
+    return reinterpret_cast<T*>(data());
   }
   int64_t bytes() const { return bytes_; }
 
  private:
-  std::byte* data_ = nullptr;
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte, Free> data_;
   int64_t bytes_ = 0;
 };
 
@@ -99,31 +91,22 @@ absl::Status FillDevice(void* device, int byte, int64_t bytes, void* stream);
 class DeviceStream {
  public:
   static absl::StatusOr<DeviceStream> Create();
-  DeviceStream() = default;
-  DeviceStream(DeviceStream&& other) noexcept;
-  DeviceStream& operator=(DeviceStream&& other) noexcept;
-  DeviceStream(const DeviceStream&) = delete;
-  DeviceStream& operator=(const DeviceStream&) = delete;
-  ~DeviceStream();
 
-  void* get() const { return stream_; }  // cudaStream_t, for Exec.
+  void* get() const { return stream_.get(); }  // cudaStream_t, for Exec.
   // Waits until all work is done; errors of kernels show here.
   absl::Status Synchronise() const;
 
  private:
-  void* stream_ = nullptr;
+  struct Destroy {
+    void operator()(void* stream) const;
+  };
+  std::unique_ptr<void, Destroy> stream_;
 };
 
 // A point in a stream, for timing and for ordering.
 class DeviceEvent {
  public:
   static absl::StatusOr<DeviceEvent> Create();
-  DeviceEvent() = default;
-  DeviceEvent(DeviceEvent&& other) noexcept;
-  DeviceEvent& operator=(DeviceEvent&& other) noexcept;
-  DeviceEvent(const DeviceEvent&) = delete;
-  DeviceEvent& operator=(const DeviceEvent&) = delete;
-  ~DeviceEvent();
 
   absl::Status Record(void* stream) const;
   // True when the stream has passed the point.
@@ -134,20 +117,16 @@ class DeviceEvent {
   absl::StatusOr<double> MillisecondsSince(const DeviceEvent& start) const;
 
  private:
-  void* event_ = nullptr;
+  struct Destroy {
+    void operator()(void* event) const;
+  };
+  std::unique_ptr<void, Destroy> event_;
 };
 
 // Work captured once and replayed with one call. Pointers and shapes are those of the capture; what
 // the kernels read from memory is that of the replay.
 class DeviceGraph {
  public:
-  DeviceGraph() = default;
-  DeviceGraph(DeviceGraph&& other) noexcept;
-  DeviceGraph& operator=(DeviceGraph&& other) noexcept;
-  DeviceGraph(const DeviceGraph&) = delete;
-  DeviceGraph& operator=(const DeviceGraph&) = delete;
-  ~DeviceGraph();
-
   // Between the two, work on `stream` is recorded and not run. End also after an error in between.
   static absl::Status BeginCapture(void* stream);
   static absl::StatusOr<DeviceGraph> EndCapture(void* stream);
@@ -157,7 +136,10 @@ class DeviceGraph {
   int64_t num_nodes() const { return num_nodes_; }
 
  private:
-  void* graph_ = nullptr;  // cudaGraphExec_t
+  struct Destroy {
+    void operator()(void* graph) const;
+  };
+  std::unique_ptr<void, Destroy> graph_;  // cudaGraphExec_t
   int64_t num_nodes_ = 0;
 };
 

@@ -68,16 +68,7 @@ absl::StatusOr<int64_t> FreeDeviceBytes() {
   return static_cast<int64_t>(free);
 }
 
-DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-DeviceBuffer::~DeviceBuffer() {
-  if (data_ != nullptr) (void)cudaFree(data_);
-}
+void DeviceBuffer::Free::operator()(std::byte* data) const { (void)cudaFree(data); }
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   DeviceBuffer out;
   void* p = nullptr;
@@ -91,28 +82,19 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
         absl::StrCat("no device memory for ", bytes, " bytes: ", free, " of ", total, " are free"));
   }
   ISTHMUS_RETURN_IF_ERROR(StatusOf(error, absl::StrCat("device memory of ", bytes, " bytes")));
-  out.data_ = static_cast<std::byte*>(p);
+  out.data_.reset(static_cast<std::byte*>(p));
   out.bytes_ = bytes;
   return out;
 }
 
-PinnedBuffer::PinnedBuffer(PinnedBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-PinnedBuffer::~PinnedBuffer() {
-  if (data_ != nullptr) (void)cudaFreeHost(data_);
-}
+void PinnedBuffer::Free::operator()(std::byte* data) const { (void)cudaFreeHost(data); }
 absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes) {
   PinnedBuffer out;
   void* p = nullptr;
   ISTHMUS_RETURN_IF_ERROR(
       StatusOf(cudaHostAlloc(&p, static_cast<size_t>(bytes > 0 ? bytes : 1), cudaHostAllocDefault),
                absl::StrCat("pinned memory of ", bytes, " bytes")));
-  out.data_ = static_cast<std::byte*>(p);
+  out.data_.reset(static_cast<std::byte*>(p));
   out.bytes_ = bytes;
   return out;
 }
@@ -142,66 +124,47 @@ absl::StatusOr<DeviceStream> DeviceStream::Create() {
   ISTHMUS_RETURN_IF_ERROR(
       StatusOf(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"));
   DeviceStream out;
-  out.stream_ = stream;
+  out.stream_.reset(stream);
   return out;
 }
-DeviceStream::DeviceStream(DeviceStream&& other) noexcept
-    : stream_(std::exchange(other.stream_, nullptr)) {}
-DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept {
-  std::swap(stream_, other.stream_);
-  return *this;
-}
-DeviceStream::~DeviceStream() {
-  if (stream_ != nullptr) (void)cudaStreamDestroy(StreamOf(stream_));
+void DeviceStream::Destroy::operator()(void* stream) const {
+  (void)cudaStreamDestroy(StreamOf(stream));
 }
 absl::Status DeviceStream::Synchronise() const {
-  return StatusOf(cudaStreamSynchronize(StreamOf(stream_)), "device work");
+  return StatusOf(cudaStreamSynchronize(StreamOf(stream_.get())), "device work");
 }
 
 absl::StatusOr<DeviceEvent> DeviceEvent::Create() {
   cudaEvent_t event = nullptr;
   ISTHMUS_RETURN_IF_ERROR(StatusOf(cudaEventCreate(&event), "event"));
   DeviceEvent out;
-  out.event_ = event;
+  out.event_.reset(event);
   return out;
 }
-DeviceEvent::DeviceEvent(DeviceEvent&& other) noexcept
-    : event_(std::exchange(other.event_, nullptr)) {}
-DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept {
-  std::swap(event_, other.event_);
-  return *this;
-}
-DeviceEvent::~DeviceEvent() {
-  if (event_ != nullptr) (void)cudaEventDestroy(EventOf(event_));
-}
+void DeviceEvent::Destroy::operator()(void* event) const { (void)cudaEventDestroy(EventOf(event)); }
 absl::Status DeviceEvent::Record(void* stream) const {
-  return StatusOf(cudaEventRecord(EventOf(event_), StreamOf(stream)), "record an event");
+  return StatusOf(cudaEventRecord(EventOf(event_.get()), StreamOf(stream)), "record an event");
 }
 absl::StatusOr<bool> DeviceEvent::HasPassed() const {
-  const cudaError_t error = cudaEventQuery(EventOf(event_));
+  const cudaError_t error = cudaEventQuery(EventOf(event_.get()));
   if (error == cudaErrorNotReady) return false;
   ISTHMUS_RETURN_IF_ERROR(StatusOf(error, "query an event"));
   return true;
 }
 absl::Status DeviceEvent::MakeWait(void* stream) const {
-  return StatusOf(cudaStreamWaitEvent(StreamOf(stream), EventOf(event_), 0), "wait for an event");
+  return StatusOf(cudaStreamWaitEvent(StreamOf(stream), EventOf(event_.get()), 0),
+                  "wait for an event");
 }
 absl::StatusOr<double> DeviceEvent::MillisecondsSince(const DeviceEvent& start) const {
   float elapsed = 0.0f;
-  ISTHMUS_RETURN_IF_ERROR(StatusOf(
-      cudaEventElapsedTime(&elapsed, EventOf(start.event_), EventOf(event_)), "time of an event"));
+  ISTHMUS_RETURN_IF_ERROR(
+      StatusOf(cudaEventElapsedTime(&elapsed, EventOf(start.event_.get()), EventOf(event_.get())),
+               "time of an event"));
   return double{elapsed};
 }
 
-DeviceGraph::DeviceGraph(DeviceGraph&& other) noexcept
-    : graph_(std::exchange(other.graph_, nullptr)), num_nodes_(other.num_nodes_) {}
-DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept {
-  std::swap(graph_, other.graph_);
-  std::swap(num_nodes_, other.num_nodes_);
-  return *this;
-}
-DeviceGraph::~DeviceGraph() {
-  if (graph_ != nullptr) (void)cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph_));
+void DeviceGraph::Destroy::operator()(void* graph) const {
+  (void)cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
 }
 absl::Status DeviceGraph::BeginCapture(void* stream) {
   return StatusOf(cudaStreamBeginCapture(StreamOf(stream), cudaStreamCaptureModeThreadLocal),
@@ -217,12 +180,12 @@ absl::StatusOr<DeviceGraph> DeviceGraph::EndCapture(void* stream) {
   (void)cudaGraphDestroy(graph);
   ISTHMUS_RETURN_IF_ERROR(StatusOf(error, "instantiate a graph"));
   DeviceGraph out;
-  out.graph_ = ready;
+  out.graph_.reset(ready);
   out.num_nodes_ = static_cast<int64_t>(nodes);
   return out;
 }
 absl::Status DeviceGraph::Replay(void* stream) const {
-  return StatusOf(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph_), StreamOf(stream)),
+  return StatusOf(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph_.get()), StreamOf(stream)),
                   "replay a graph");
 }
 

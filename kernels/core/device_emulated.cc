@@ -72,36 +72,22 @@ absl::Status EnablePeerAccess(int device, int peer) {
 }
 absl::StatusOr<int64_t> FreeDeviceBytes() { return int64_t{8} << 30; }
 
-DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-DeviceBuffer::~DeviceBuffer() { std::free(data_); }
+void DeviceBuffer::Free::operator()(std::byte* data) const { std::free(data); }
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   absl::StatusOr<std::byte*> p = Take(bytes);
   if (!p.ok()) return p.status();
   DeviceBuffer out;
-  out.data_ = *p;
+  out.data_.reset(*p);
   out.bytes_ = bytes;
   return out;
 }
 
-PinnedBuffer::PinnedBuffer(PinnedBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-PinnedBuffer::~PinnedBuffer() { std::free(data_); }
+void PinnedBuffer::Free::operator()(std::byte* data) const { std::free(data); }
 absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes) {
   absl::StatusOr<std::byte*> p = Take(bytes);
   if (!p.ok()) return p.status();
   PinnedBuffer out;
-  out.data_ = *p;
+  out.data_.reset(*p);
   out.bytes_ = bytes;
   return out;
 }
@@ -123,12 +109,10 @@ absl::Status FillDevice(void* device, int byte, int64_t bytes, void*) {
 
 absl::StatusOr<DeviceStream> DeviceStream::Create() {
   DeviceStream out;
-  out.stream_ = &emulated_arch;  // Any address: there is one order of things.
+  out.stream_.reset(&emulated_arch);  // Any address: there is one order of things.
   return out;
 }
-DeviceStream::DeviceStream(DeviceStream&& other) noexcept = default;
-DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept = default;
-DeviceStream::~DeviceStream() = default;
+void DeviceStream::Destroy::operator()(void*) const {}
 absl::Status DeviceStream::Synchronise() const {
   if (capture != nullptr) return absl::InternalError("a wait while a graph is captured");
   return absl::OkStatus();
@@ -136,37 +120,28 @@ absl::Status DeviceStream::Synchronise() const {
 
 absl::StatusOr<DeviceEvent> DeviceEvent::Create() {
   DeviceEvent out;
-  out.event_ = new Clock::time_point(Clock::now());
+  out.event_.reset(new Clock::time_point(Clock::now()));
   return out;
 }
-DeviceEvent::DeviceEvent(DeviceEvent&& other) noexcept
-    : event_(std::exchange(other.event_, nullptr)) {}
-DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept {
-  std::swap(event_, other.event_);
-  return *this;
+void DeviceEvent::Destroy::operator()(void* event) const {
+  delete static_cast<Clock::time_point*>(event);
 }
-DeviceEvent::~DeviceEvent() { delete static_cast<Clock::time_point*>(event_); }
 absl::Status DeviceEvent::Record(void*) const {
-  auto* at = static_cast<Clock::time_point*>(event_);
+  auto* at = static_cast<Clock::time_point*>(event_.get());
   Enqueue([at] { *at = Clock::now(); });
   return absl::OkStatus();
 }
 absl::StatusOr<bool> DeviceEvent::HasPassed() const { return true; }
 absl::Status DeviceEvent::MakeWait(void*) const { return absl::OkStatus(); }
 absl::StatusOr<double> DeviceEvent::MillisecondsSince(const DeviceEvent& start) const {
-  const auto elapsed =
-      *static_cast<Clock::time_point*>(event_) - *static_cast<Clock::time_point*>(start.event_);
+  const auto elapsed = *static_cast<Clock::time_point*>(event_.get()) -
+                       *static_cast<Clock::time_point*>(start.event_.get());
   return std::chrono::duration<double, std::milli>(elapsed).count();
 }
 
-DeviceGraph::DeviceGraph(DeviceGraph&& other) noexcept
-    : graph_(std::exchange(other.graph_, nullptr)), num_nodes_(other.num_nodes_) {}
-DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept {
-  std::swap(graph_, other.graph_);
-  std::swap(num_nodes_, other.num_nodes_);
-  return *this;
+void DeviceGraph::Destroy::operator()(void* graph) const {
+  delete static_cast<std::vector<Work>*>(graph);
 }
-DeviceGraph::~DeviceGraph() { delete static_cast<std::vector<Work>*>(graph_); }
 absl::Status DeviceGraph::BeginCapture(void*) {
   if (capture != nullptr) return absl::InternalError("a graph is being captured already");
   capture = new std::vector<Work>;
@@ -176,12 +151,12 @@ absl::StatusOr<DeviceGraph> DeviceGraph::EndCapture(void*) {
   if (capture == nullptr) return absl::InternalError("no graph is being captured");
   DeviceGraph out;
   out.num_nodes_ = static_cast<int64_t>(capture->size());
-  out.graph_ = std::exchange(capture, nullptr);
+  out.graph_.reset(std::exchange(capture, nullptr));
   return out;
 }
 absl::Status DeviceGraph::Replay(void*) const {
   if (graph_ == nullptr) return absl::InternalError("the graph is empty");
-  for (const Work& work : *static_cast<const std::vector<Work>*>(graph_)) work();
+  for (const Work& work : *static_cast<const std::vector<Work>*>(graph_.get())) work();
   return absl::OkStatus();
 }
 

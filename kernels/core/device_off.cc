@@ -21,14 +21,10 @@ absl::Status UseDevice(int) { return NoDevice(); }
 absl::Status EnablePeerAccess(int, int) { return NoDevice(); }
 absl::StatusOr<int64_t> FreeDeviceBytes() { return NoDevice(); }
 
-DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept = default;
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept = default;
-DeviceBuffer::~DeviceBuffer() = default;
+void DeviceBuffer::Free::operator()(std::byte*) const {}
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(int64_t) { return NoDevice(); }
 
-PinnedBuffer::PinnedBuffer(PinnedBuffer&& other) noexcept = default;
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept = default;
-PinnedBuffer::~PinnedBuffer() = default;
+void PinnedBuffer::Free::operator()(std::byte*) const {}
 absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(int64_t) { return NoDevice(); }
 
 absl::Status CopyToDevice(void*, const void*, int64_t, void*) { return NoDevice(); }
@@ -37,15 +33,11 @@ absl::Status CopyOnDevice(void*, const void*, int64_t, void*) { return NoDevice(
 absl::Status FillDevice(void*, int, int64_t, void*) { return NoDevice(); }
 
 absl::StatusOr<DeviceStream> DeviceStream::Create() { return NoDevice(); }
-DeviceStream::DeviceStream(DeviceStream&& other) noexcept = default;
-DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept = default;
-DeviceStream::~DeviceStream() = default;
+void DeviceStream::Destroy::operator()(void*) const {}
 absl::Status DeviceStream::Synchronise() const { return NoDevice(); }
 
 absl::StatusOr<DeviceEvent> DeviceEvent::Create() { return NoDevice(); }
-DeviceEvent::DeviceEvent(DeviceEvent&& other) noexcept = default;
-DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept = default;
-DeviceEvent::~DeviceEvent() = default;
+void DeviceEvent::Destroy::operator()(void*) const {}
 absl::Status DeviceEvent::Record(void*) const { return NoDevice(); }
 absl::StatusOr<bool> DeviceEvent::HasPassed() const { return NoDevice(); }
 absl::Status DeviceEvent::MakeWait(void*) const { return NoDevice(); }
@@ -53,9 +45,7 @@ absl::StatusOr<double> DeviceEvent::MillisecondsSince(const DeviceEvent&) const 
   return NoDevice();
 }
 
-DeviceGraph::DeviceGraph(DeviceGraph&& other) noexcept = default;
-DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept = default;
-DeviceGraph::~DeviceGraph() = default;
+void DeviceGraph::Destroy::operator()(void*) const {}
 absl::Status DeviceGraph::BeginCapture(void*) { return NoDevice(); }
 absl::StatusOr<DeviceGraph> DeviceGraph::EndCapture(void*) { return NoDevice(); }
 absl::Status DeviceGraph::Replay(void*) const { return NoDevice(); }
