@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Handoffs: what arrived is verified and becomes a sequence.
+#include "services/worker/decode_service.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvtransfer/receiver.h"
+#include "services/base/fault.h"
+#include "services/base/log.h"
+#include "services/base/status_macros.h"
+#include "services/worker/call_checks.h"
+#include "services/worker/page_groups.h"
+#include "services/worker/worker_metrics.h"
+
+namespace isthmus::worker {
+namespace {
+
+absl::Status GoneReservation() {
+  return WithFaultScope(
+      absl::AbortedError("transfer_id: no such reservation (any more); its lease may be over"),
+      FaultScope::kRequest);
+}
+
+}  // namespace
+
+absl::StatusOr<uint64_t> DecodeService::Verify(const v1::HandoffCall& call, Transfer& transfer) {
+  const v1::KvHandoff& handoff = call.handoff();
+  ISTHMUS_RETURN_IF_ERROR(
+      transfer::CheckHandoff(handoff, transfer.reservation, worker_->identity()));
+  const uint64_t reserved = transfer.call.num_prompt_tokens();
+  if (handoff.num_prompt_tokens() != reserved ||
+      static_cast<uint64_t>(call.prompt_token_ids_size()) != reserved) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_prompt_tokens: ", reserved, " are reserved, the handoff has ",
+                     handoff.num_prompt_tokens(), ", the call has ", call.prompt_token_ids_size()));
+  }
+  if (call.max_output_tokens() == 0 ||
+      call.max_output_tokens() > transfer.call.max_output_tokens()) {
+    return absl::InvalidArgumentError(absl::StrCat("max_output_tokens: is ",
+                                                   call.max_output_tokens(), ", want 1 to ",
+                                                   transfer.call.max_output_tokens()));
+  }
+  std::vector<transfer::ExpectedGroup> groups =
+      GroupsOf(worker_->pool(), transfer.cache, static_cast<int64_t>(reserved));
+  PageStaging* const staging = worker_->staging();
+  if (staging != nullptr) {  // The bytes have landed in the mirrors.
+    for (transfer::ExpectedGroup& group : groups) {
+      group.bytes = {staging->MirrorOf(group.bytes.data()), group.bytes.size()};
+    }
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(
+      const uint64_t verified,
+      transfer::VerifyGroups(handoff, groups, [&](const transfer::ExpectedGroup& group) {
+        return DigestOf(handoff.transfer_id(), group);
+      }));
+  if (staging != nullptr) {
+    ISTHMUS_RETURN_IF_ERROR(staging->CopyUp(transfer.cache, static_cast<int64_t>(reserved)));
+  }
+  return verified;
+}
+
+absl::StatusOr<v1::HandoffReply> DecodeService::Handoff(const v1::HandoffCall& call) {
+  ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_DECODE));
+  const std::string& transfer_id = call.handoff().transfer_id();
+  std::shared_ptr<Transfer> transfer;
+  v1::HandoffReply reply;
+  {
+    MutexLock lock(mutex_);
+    const auto found = transfers_.find(transfer_id);
+    if (found == transfers_.end()) {
+      metrics_->Add(kHandoffRefusals, 1);
+      return GoneReservation();
+    }
+    transfer = found->second;
+    if (transfer->state == Transfer::State::kRunning) {
+      reply.set_digests_verified(transfer->digests_verified);
+      return reply;  // A repeated call.
+    }
+    if (transfer->state == Transfer::State::kAdmitting) {
+      return absl::AbortedError("transfer_id: another handoff of it is being verified");
+    }
+    transfer->state = Transfer::State::kAdmitting;
+  }
+  const absl::StatusOr<uint64_t> verified = Verify(call, *transfer);
+  absl::Status status = verified.status();
+  if (status.ok()) {
+    transfer->digests_verified = *verified;
+    status = Admit(call, transfer);
+  }
+  if (!status.ok()) {
+    Refuse(call, *transfer, status);
+    return status;
+  }
+  metrics_->Add(kVerifiedGroups, static_cast<double>(*verified));
+  reply.set_digests_verified(*verified);
+  return reply;
+}
+
+void DecodeService::Refuse(const v1::HandoffCall& call, Transfer& transfer,
+                           const absl::Status& status) {
+  metrics_->Add(kHandoffRefusals, 1);
+  LogWarning("refused a handoff",
+             {{"request_id", call.request_id()}, {"status", status.ToString()}});
+  MutexLock lock(mutex_);
+  // A handoff that is not what it should be is no proof that its writer has ended.
+  if (transfer.cache.is_open()) Quarantine(transfer);
+  const auto entry = transfers_.find(transfer.call.transfer_id());
+  if (entry != transfers_.end()) Erase(entry);
+}
+
+absl::StatusOr<engine::Sequence> DecodeService::SequenceOf(const v1::HandoffCall& call,
+                                                           Transfer& transfer) {
+  const v1::KvHandoff& handoff = call.handoff();
+  const v1::ClusterValues& values = worker_->card().values();
+  engine::Sequence sequence;
+  sequence.request_id = call.request_id();
+  ISTHMUS_ASSIGN_OR_RETURN(sequence.tokens, TokensOf(call.prompt_token_ids()));
+  sequence.num_prompt_tokens = static_cast<int64_t>(handoff.num_prompt_tokens());
+  sequence.sampling = SamplingOf(handoff.sampler());
+  sequence.sampling.max_tokens = static_cast<int64_t>(call.max_output_tokens());
+  ISTHMUS_RETURN_IF_ERROR(worker_->engine().Validate(sequence.tokens, sequence.sampling));
+  if (handoff.first_token() >= values.vocab_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("first_token: is ", handoff.first_token(),
+                                                   ", the vocabulary has ", values.vocab_size()));
+  }
+  sequence.tokens.push_back(static_cast<int32_t>(handoff.first_token()));
+  sequence.num_draws = handoff.sampler().num_draws();
+  if (sequence.sampling.wants_logits_digests) {
+    sequence.logits_crc32c.push_back(handoff.first_logits_crc32c());
+  }
+  ISTHMUS_RETURN_IF_ERROR(transfer.cache.SetNumTokens(sequence.num_prompt_tokens));
+  if (handoff.first_token() == values.end_token_id()) {
+    sequence.finish = engine::FinishReason::kStop;
+  } else if (sequence.sampling.max_tokens == 1) {
+    sequence.finish = engine::FinishReason::kLength;
+  }
+  return sequence;
+}
+
+absl::Status DecodeService::Admit(const v1::HandoffCall& call,
+                                  const std::shared_ptr<Transfer>& transfer) {
+  ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence, SequenceOf(call, *transfer));
+  std::shared_ptr<TokenQueue> queue;
+  {
+    MutexLock lock(mutex_);
+    queue = streams_.Find(transfer->call.router_incarnation());
+    if (queue == nullptr) return absl::CancelledError("the router's token stream has ended");
+    if (*transfer->is_cancelled) return absl::CancelledError("cancelled before it was admitted");
+    sequence.cache = std::move(transfer->cache);
+    transfer->state = Transfer::State::kRunning;
+  }
+  if (sequence.is_finished()) {
+    EndSequence(*transfer, std::move(sequence), absl::OkStatus(), *queue);
+    return absl::OkStatus();
+  }
+  return worker_->loop().Submit(EntryOf(transfer, std::move(sequence), queue));
+}
+
+}  // namespace isthmus::worker

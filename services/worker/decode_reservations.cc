@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reservations: pages set aside, leases, quarantine.
+#include "services/worker/decode_service.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "services/base/fault.h"
+#include "services/base/log.h"
+#include "services/base/status_macros.h"
+#include "services/rpc/wire.h"
+#include "services/worker/call_checks.h"
+#include "services/worker/page_groups.h"
+#include "services/worker/worker_metrics.h"
+
+namespace isthmus::worker {
+
+absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
+  ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_DECODE));
+  ISTHMUS_RETURN_IF_ERROR(CheckTransferId(call.transfer_id()));
+  const uint64_t limit = worker_->card().values().max_sequence_tokens();
+  if (call.num_prompt_tokens() == 0 || call.num_prompt_tokens() >= limit) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "num_prompt_tokens: is ", call.num_prompt_tokens(), ", want 1 to ", limit - 1));
+  }
+  if (call.max_output_tokens() == 0 ||
+      call.max_output_tokens() > limit - call.num_prompt_tokens()) {
+    return absl::InvalidArgumentError(absl::StrCat("max_output_tokens: is ",
+                                                   call.max_output_tokens(), ", want 1 to ",
+                                                   limit - call.num_prompt_tokens()));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& call) {
+  ISTHMUS_RETURN_IF_ERROR(CheckReserve(call));
+  MutexLock lock(mutex_);
+  SweepAt(worker_->clock().Now());
+  const auto known = transfers_.find(call.transfer_id());
+  if (known != transfers_.end()) return known->second->reservation;
+  if (is_draining_) return Draining();
+  if (past_.Contains(call.transfer_id())) {
+    return absl::AbortedError("transfer_id: this transfer has ended here already");
+  }
+  // Under the lock: the end of a stream ends its transfers under it, and must not miss this one.
+  if (streams_.Find(call.router_incarnation()) == nullptr) {
+    return WithFaultScope(absl::UnavailableError(absl::StrFormat(
+                              "router_incarnation: router %016x has no token stream here",
+                              call.router_incarnation())),
+                          FaultScope::kPeer);
+  }
+
+  auto transfer = std::make_shared<Transfer>();
+  transfer->call = call;
+  ISTHMUS_ASSIGN_OR_RETURN(transfer->cache, worker_->pool().Open());
+  // Room for the whole sequence now: it cannot run out of pages later.
+  ISTHMUS_RETURN_IF_ERROR(transfer->cache.Reserve(
+      static_cast<int64_t>(call.num_prompt_tokens() + call.max_output_tokens())));
+  v1::KvReservation& reservation = transfer->reservation;
+  reservation.set_transfer_id(call.transfer_id());
+  reservation.set_worker_incarnation(worker_->identity().worker_incarnation);
+  reservation.set_layout_fingerprint(worker_->identity().layout_fingerprint);
+  DescribePages(worker_->pool(), transfer->cache, static_cast<int64_t>(call.num_prompt_tokens()),
+                worker_->card().transfer().regions(0).generation(), &reservation);
+  const absl::Duration lease = worker_->config().reservation_lease;
+  rpc::ToWire(lease, reservation.mutable_lease());
+  transfer->expires = worker_->clock().Now() + lease;
+  transfers_.emplace(call.transfer_id(), transfer);
+  SweepBy(transfer->expires);
+  return reservation;
+}
+
+// Under mutex_.
+DecodeService::Transfers::iterator DecodeService::Erase(Transfers::iterator entry) {
+  past_.Add(entry->first, false);
+  changed_.notify_all();
+  return transfers_.erase(entry);
+}
+
+// Under mutex_.
+void DecodeService::Quarantine(Transfer& transfer) {
+  const absl::Time last_start = std::max(worker_->clock().Now(), transfer.expires);
+  const absl::Time until = last_start + worker_->config().quarantine_time;
+  quarantine_[transfer.call.transfer_id()] = {std::move(transfer.cache), until};
+  SweepBy(until);
+}
+
+void DecodeService::Sweep() {
+  MutexLock lock(mutex_);
+  SweepAt(worker_->clock().Now());
+}
+
+// Under mutex_.
+void DecodeService::SweepAt(absl::Time now) {
+  for (auto it = transfers_.begin(); it != transfers_.end();) {
+    Transfer& transfer = *it->second;
+    if (transfer.state != Transfer::State::kReserved || now < transfer.expires) {
+      ++it;
+      continue;
+    }
+    metrics_->Add(kExpiredLeases, 1);
+    LogWarning("a reservation's lease is over", {{"request_id", transfer.call.request_id()}});
+    Quarantine(transfer);
+    it = Erase(it);
+  }
+  std::erase_if(quarantine_, [now](const auto& entry) { return now >= entry.second.until; });
+}
+
+// Under mutex_. When something expires next.
+absl::Time DecodeService::NextDue() const {
+  absl::Time next = absl::InfiniteFuture();
+  for (const auto& [transfer_id, transfer] : transfers_) {
+    if (transfer->state == Transfer::State::kReserved) next = std::min(next, transfer->expires);
+  }
+  for (const auto& [transfer_id, entry] : quarantine_) next = std::min(next, entry.until);
+  return next;
+}
+
+// Under mutex_.
+void DecodeService::SweepBy(absl::Time due) {
+  if (due >= sweeps_at_) return;
+  sweeps_at_ = due;
+  sweep_changed_.notify_all();
+}
+
+void DecodeService::RunSweeper() {
+  MutexLock lock(mutex_);
+  while (!stops_) {
+    const absl::Time now = worker_->clock().Now();
+    SweepAt(now);
+    const absl::Time next = std::min(NextDue(), now + absl::Hours(1));
+    sweeps_at_ = next;
+    worker_->clock().WaitFor(sweep_changed_, lock, next - now,
+                             [&] { return stops_ || sweeps_at_ < next; });
+  }
+}
+
+}  // namespace isthmus::worker
