@@ -94,13 +94,16 @@ struct Engine::Pass {
   std::vector<int64_t> limits;
 };
 
-// A prompt ends with one token, which travels alone; a reply never outgrows what was reserved.
-int64_t Engine::AcceptedLimit(const Sequence& sequence) const {
+// A prompt ends with one token, which travels alone; a reply never outgrows its longest length, nor
+// a boundary that a step should end at. `num_cached`: with the rows of this step.
+int64_t Engine::AcceptedLimit(const Sequence& sequence, int64_t num_cached) const {
   if (sequence.num_output_tokens() == 0) return 0;
   const auto size = static_cast<int64_t>(sequence.tokens.size());
   const int64_t room = std::min(sequence.sampling.max_tokens - sequence.num_output_tokens(),
                                 forward_->max_positions() - size);
-  return std::clamp<int64_t>(room - 1, 0, forward_->max_accepted());
+  const int64_t limit = std::clamp<int64_t>(room - 1, 0, forward_->max_accepted());
+  const int64_t to_boundary = sequence.wanted_boundary - num_cached;
+  return to_boundary >= 0 ? std::min(limit, to_boundary) : limit;
 }
 
 absl::Status Engine::Gather(std::span<const StepPart> parts, Pass& pass) {
@@ -108,7 +111,7 @@ absl::Status Engine::Gather(std::span<const StepPart> parts, Pass& pass) {
   for (const auto& [sequence, count] : parts) {
     const int64_t start = sequence->cache.num_tokens();
     const bool is_caught_up = count == sequence->num_pending();
-    const int64_t limit = is_caught_up ? AcceptedLimit(*sequence) : 0;
+    const int64_t limit = is_caught_up ? AcceptedLimit(*sequence, start + count) : 0;
     ISTHMUS_RETURN_IF_ERROR(sequence->cache.Reserve(start + count + limit));
     pass.views.push_back(sequence->cache.View(static_cast<int64_t>(pass.tokens.size()), count));
     pass.tokens.insert(pass.tokens.end(), sequence->tokens.begin() + start,

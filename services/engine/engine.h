@@ -63,7 +63,7 @@ class Engine {
   absl::Status Gather(std::span<const StepPart> parts, Pass& pass);
   absl::Status Sample(Pass& pass);
   static void Commit(Pass& pass, uint64_t step);
-  int64_t AcceptedLimit(const Sequence& sequence) const;
+  int64_t AcceptedLimit(const Sequence& sequence, int64_t num_cached) const;
 
   model::Forward* forward_;
   kv::CachePool* pool_;

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <random>
 
 namespace isthmus::engine {
 namespace {
@@ -59,8 +61,78 @@ TEST(PlanStepTest, ALongPromptLeavesRoomForShortOnes) {
   batch.AddReply("reply");
   batch.AddPrompt("short", 20);
   batch.AddPrompt("middle", 300);
+  // 200 for the first one; 66 at most for each; the first one gets what the short one leaves.
   EXPECT_EQ(batch.Step(400, 400),
-            (Batch::Plan{{"long", 247}, {"reply", 1}, {"short", 20}, {"middle", 133}}));
+            (Batch::Plan{{"long", 314}, {"reply", 1}, {"short", 20}, {"middle", 66}}));
+}
+
+TEST(PlanStepTest, TheMostUrgentPromptGetsMoreThanHalf) {
+  Batch batch;
+  for (const char* name : {"a", "b", "c"}) batch.AddPrompt(name, 10000);
+  batch.AddPrompt("high", 10000)->urgency.priority = Priority::kHigh;
+  EXPECT_EQ(batch.Step(400, 400), (Batch::Plan{{"a", 50}, {"b", 50}, {"c", 50}, {"high", 250}}));
+}
+
+TEST(PlanStepTest, InAClassTheNearestDeadlineGoesFirst) {
+  Batch batch;
+  batch.AddPrompt("later", 10000)->urgency.deadline = absl::UnixEpoch() + absl::Seconds(20);
+  batch.AddPrompt("soon", 10000)->urgency.deadline = absl::UnixEpoch() + absl::Seconds(10);
+  EXPECT_EQ(batch.Step(400, 400), (Batch::Plan{{"later", 100}, {"soon", 300}}));
+}
+
+TEST(PlanStepTest, AReplyThatIsRecomputedSharesThePromptsBudget) {
+  Batch batch;
+  Sequence* const preempted = batch.AddPrompt("preempted", 700);
+  preempted->num_prompt_tokens = 600;
+  batch.AddReply("reply");
+  EXPECT_EQ(batch.Step(256, 512), (Batch::Plan{{"preempted", 256}, {"reply", 1}}));
+}
+
+TEST(PlanStepTest, AChunkEndsAtAWantedBoundary) {
+  Batch batch;
+  batch.AddPrompt("a", 1000)->wanted_boundary = 128;
+  batch.AddPrompt("b", 1000)->wanted_boundary = 384;
+  EXPECT_EQ(batch.Step(300, 1024), (Batch::Plan{{"a", 128}, {"b", 300}}));
+}
+
+// The rules of scheduler.h over random batches: no token too many, every reply has its turn, the
+// budget is used up, and under any choice of urgencies each prompt moves again soon.
+TEST(PlanStepTest, KeepsItsRulesWhateverTheBatch) {
+  for (uint32_t seed = 1; seed <= 300; ++seed) {
+    std::mt19937 random(seed);
+    Batch batch;
+    const int num_prompts = 1 + static_cast<int>(random() % 12);
+    for (int i = 0; i < num_prompts; ++i) {
+      Sequence* const prompt = batch.AddPrompt("p" + std::to_string(i), 2 + random() % 500);
+      prompt->urgency.priority = static_cast<Priority>(random() % 3);
+      prompt->wanted_boundary = static_cast<int64_t>(random() % 600);
+    }
+    for (uint32_t i = 0; i < random() % 5; ++i) batch.AddReply("r" + std::to_string(i));
+    const auto chunk = static_cast<int64_t>(1 + random() % 300);
+    const auto budget = static_cast<int64_t>(1 + random() % 600);
+    std::map<std::string, int> last;
+    for (int step = 1; step <= 2 * num_prompts + 2; ++step) {
+      std::map<std::string, int64_t> rows;
+      for (const auto& [name, count] : batch.Step(chunk, budget)) rows[name] = count;
+      int64_t wanted = 0;
+      int64_t given = 0;
+      for (const Sequence* sequence : batch.all) {
+        const int64_t own = rows[sequence->request_id];
+        if (sequence->num_prompt_tokens == 0) {
+          EXPECT_EQ(own, 1) << seed;
+          continue;
+        }
+        int64_t most = std::min(chunk, sequence->num_pending());
+        if (sequence->wanted_boundary > 0) most = std::min(most, sequence->wanted_boundary);
+        EXPECT_LE(own, most) << seed;
+        wanted += most;
+        given += own;
+        if (own > 0) last[sequence->request_id] = step;
+        EXPECT_GE(last[sequence->request_id], step - num_prompts) << seed;
+      }
+      EXPECT_EQ(given, std::min(wanted, budget)) << seed;
+    }
+  }
 }
 
 TEST(PlanStepTest, MorePromptsThanTokensTakeTurns) {
@@ -68,13 +140,14 @@ TEST(PlanStepTest, MorePromptsThanTokensTakeTurns) {
   for (int i = 0; i < 7; ++i) batch.AddPrompt(std::to_string(i), 50);
   std::map<std::string, int> last;
   for (int step = 1; step <= 30; ++step) {
-    const Batch::Plan plan = batch.Step(8, 3);
-    EXPECT_EQ(plan.size(), 3u);
-    for (const auto& [name, rows] : plan) {
-      EXPECT_EQ(rows, 1);
+    int64_t num_rows = 0;
+    // One for the most urgent, two for those whose turn it is.
+    for (const auto& [name, rows] : batch.Step(8, 3)) {
+      num_rows += rows;
       last[name] = step;
     }
-    for (int i = 0; i < 7; ++i) EXPECT_GE(last[std::to_string(i)], step - 3) << i;
+    EXPECT_EQ(num_rows, 3);
+    for (int i = 0; i < 7; ++i) EXPECT_GE(last[std::to_string(i)], step - 4) << i;
   }
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "services/base/urgency.h"
 #include "services/kv/sequence_cache.h"
 
 namespace isthmus::engine {
@@ -50,6 +51,10 @@ struct Sequence {
   // When wanted: CRC32C of the f32 logits that each output token was drawn from; 0 for a drafted
   // one, which was not drawn from a row that anybody sees.
   std::vector<uint32_t> logits_crc32c;
+  // Who goes first: of the router's choice.
+  Urgency urgency;
+  // No step goes past so many cached tokens, so that one ends there; not ahead: none is wanted.
+  int64_t wanted_boundary = 0;
   // Number of the engine's step that it last took part in.
   uint64_t last_step = 0;
   FinishReason finish = FinishReason::kNone;
