@@ -71,7 +71,7 @@ PagePool::PagePool(std::string name, int64_t page_bytes, int32_t num_pages, Aren
     : name_(std::move(name)),
       page_bytes_(page_bytes),
       arena_(std::move(arena)),
-      holders_(static_cast<size_t>(num_pages), 0) {
+      holders_(static_cast<size_t>(num_pages)) {
   free_.reserve(holders_.size());
   for (int32_t page = num_pages - 1; page >= 0; --page) free_.push_back(page);
 }
@@ -85,20 +85,45 @@ absl::StatusOr<std::vector<int32_t>> PagePool::Take(int64_t count) {
   }
   std::vector<int32_t> pages(free_.end() - count, free_.end());
   free_.resize(free_.size() - static_cast<size_t>(count));
-  for (int32_t page : pages) holders_[static_cast<size_t>(page)] = 1;
+  for (int32_t page : pages) holders_[static_cast<size_t>(page)] = {.all = 1};
   return pages;
+}
+
+void PagePool::Change(int32_t page, int32_t all, int32_t kept) {
+  ISTHMUS_CHECK(page >= 0 && page < num_pages());
+  Holders& holders = holders_[static_cast<size_t>(page)];
+  ISTHMUS_CHECK(holders.all > 0);
+  if (holders.is_idle()) --num_idle_;
+  holders.all += all;
+  holders.kept += kept;
+  ISTHMUS_CHECK(holders.kept >= 0 && holders.kept <= holders.all);
+  if (holders.is_idle()) ++num_idle_;
+  if (holders.all == 0) free_.push_back(page);
 }
 
 void PagePool::Hold(int32_t page) {
   MutexLock lock(mutex_);
-  ISTHMUS_CHECK(page >= 0 && page < num_pages() && holders_[static_cast<size_t>(page)] > 0);
-  ++holders_[static_cast<size_t>(page)];
+  Change(page, 1, 0);
+}
+
+void PagePool::Hold(std::span<const int32_t> pages) {
+  MutexLock lock(mutex_);
+  for (const int32_t page : pages) Change(page, 1, 0);
 }
 
 void PagePool::Release(int32_t page) {
   MutexLock lock(mutex_);
-  ISTHMUS_CHECK(page >= 0 && page < num_pages() && holders_[static_cast<size_t>(page)] > 0);
-  if (--holders_[static_cast<size_t>(page)] == 0) free_.push_back(page);
+  Change(page, -1, 0);
+}
+
+void PagePool::Keep(int32_t page) {
+  MutexLock lock(mutex_);
+  Change(page, 1, 1);
+}
+
+void PagePool::Drop(int32_t page) {
+  MutexLock lock(mutex_);
+  Change(page, -1, -1);
 }
 
 absl::Status PagePool::Clear(int32_t page) {
@@ -116,23 +141,40 @@ int32_t PagePool::num_free() const {
   return static_cast<int32_t>(free_.size());
 }
 
+int32_t PagePool::num_available() const {
+  MutexLock lock(mutex_);
+  return static_cast<int32_t>(free_.size()) + num_idle_;
+}
+
 bool PagePool::is_free(int32_t page) const {
   MutexLock lock(mutex_);
   ISTHMUS_CHECK(page >= 0 && page < num_pages());
-  return holders_[static_cast<size_t>(page)] == 0;
+  return holders_[static_cast<size_t>(page)].all == 0;
 }
 
-void PagePool::CheckConservation() const {
+bool PagePool::is_idle(int32_t page) const {
+  MutexLock lock(mutex_);
+  ISTHMUS_CHECK(page >= 0 && page < num_pages());
+  return holders_[static_cast<size_t>(page)].is_idle();
+}
+
+void PagePool::CheckConservation() const { CheckConservation({}); }
+
+void PagePool::CheckConservation(std::span<const int32_t> num_kept) const {
   MutexLock lock(mutex_);
   std::vector<bool> is_free(holders_.size(), false);
   for (int32_t page : free_) {
-    ISTHMUS_CHECK(holders_[static_cast<size_t>(page)] == 0);
     ISTHMUS_CHECK(!is_free[static_cast<size_t>(page)]);
     is_free[static_cast<size_t>(page)] = true;
   }
+  int32_t num_idle = 0;
   for (size_t page = 0; page < holders_.size(); ++page) {
-    ISTHMUS_CHECK(is_free[page] == (holders_[page] == 0));
+    const Holders& holders = holders_[page];
+    ISTHMUS_CHECK(is_free[page] == (holders.all == 0));
+    ISTHMUS_CHECK(num_kept.empty() || num_kept[page] == holders.kept);
+    if (holders.is_idle()) ++num_idle;
   }
+  ISTHMUS_CHECK(num_idle == num_idle_);
 }
 
 }  // namespace isthmus::kv

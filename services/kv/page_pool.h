@@ -2,12 +2,17 @@
 // The owner of all pages of one cache kind: one arena, an index per page, a count of holders per
 // page. Bookkeeping only; it moves no bytes. Thread-safe: RPC threads reserve while the step loop
 // grows running sequences.
+//
+// The prefix index is a holder of its own kind: a page that it alone holds is idle, which is as
+// good as free to whoever may evict it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -53,10 +58,15 @@ class PagePool {
 
   // Adds a holder to a page that somebody holds already (sharing of a prefix).
   void Hold(int32_t page);
+  void Hold(std::span<const int32_t> pages);
 
   // Gives one hold back; the page is free when it was the last. Releasing a free page is a bug of
   // ours and ends the process.
   void Release(int32_t page);
+
+  // Adds a hold of the prefix index to a page that somebody holds; gives one back.
+  void Keep(int32_t page);
+  void Drop(int32_t page);
 
   // Sets a page to zeros; of a GPU after all that was enqueued before on no stream of its own.
   absl::Status Clear(int32_t page);
@@ -66,20 +76,64 @@ class PagePool {
   int64_t page_bytes() const { return page_bytes_; }
   int32_t num_pages() const { return static_cast<int32_t>(holders_.size()); }
   int32_t num_free() const;
+  // Free or idle.
+  int32_t num_available() const;
   bool is_free(int32_t page) const;
+  bool is_idle(int32_t page) const;
 
   // Every page is either free once or held; check-fails otherwise.
   void CheckConservation() const;
+  // Besides, `num_kept[page]` holds of each page are the prefix index's.
+  void CheckConservation(std::span<const int32_t> num_kept) const;
 
  private:
+  struct Holders {
+    int32_t all = 0;   // 0: the page is free.
+    int32_t kept = 0;  // Of these, the prefix index's.
+    bool is_idle() const { return all > 0 && all == kept; }
+  };
+
   PagePool(std::string name, int64_t page_bytes, int32_t num_pages, Arena arena);
+  // Under mutex_. Changes the holders of a page that has some, and what follows from them.
+  void Change(int32_t page, int32_t all, int32_t kept);
 
   const std::string name_;
   const int64_t page_bytes_;
   Arena arena_;
   mutable Mutex mutex_;
-  std::vector<int32_t> holders_;  // Per page; 0 = free.
+  std::vector<Holders> holders_;  // Per page.
   std::vector<int32_t> free_;     // Free pages, the next to take at the back.
+  int32_t num_idle_ = 0;
+};
+
+// One hold of one page, given back when it dies. Move-only.
+class HeldPage {
+ public:
+  HeldPage() = default;
+  // Takes over a hold that the caller has.
+  HeldPage(PagePool* pool, int32_t page) : pool_(pool), page_(page) {}
+  HeldPage(HeldPage&& other) noexcept
+      : pool_(std::exchange(other.pool_, nullptr)), page_(std::exchange(other.page_, -1)) {}
+  HeldPage& operator=(HeldPage&& other) noexcept {
+    std::swap(pool_, other.pool_);
+    std::swap(page_, other.page_);
+    return *this;
+  }
+  ~HeldPage() {
+    if (pool_ != nullptr) pool_->Release(page_);
+  }
+
+  bool is_held() const { return pool_ != nullptr; }
+  int32_t page() const { return page_; }
+  // The hold is the caller's from now on.
+  int32_t Detach() {
+    pool_ = nullptr;
+    return std::exchange(page_, -1);
+  }
+
+ private:
+  PagePool* pool_ = nullptr;
+  int32_t page_ = -1;
 };
 
 }  // namespace isthmus::kv
