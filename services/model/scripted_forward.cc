@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/core/state_rows.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::model {
@@ -17,10 +18,12 @@ namespace {
 using kernels::CacheKindIndex;
 using kernels::SequenceKv;
 
+constexpr CacheKindIndex kStateKinds[] = {kernels::kWindow, kernels::kCsaState,
+                                          kernels::kIndexState, kernels::kHcaState};
 constexpr int64_t kEntryTokens = 4;
 constexpr int64_t kRunTokens = 128;
 constexpr int kMaxTokensPerStep = 4;
-constexpr int64_t kMaxPositions = 2'000'000;  // The hashes of all runs lie in the state slot.
+constexpr int64_t kMaxPositions = 2'000'000;
 constexpr uint64_t kMagic = 0x6973746868617368u;
 
 // Which question a hash answers, so that answers do not depend on each other.
@@ -56,10 +59,10 @@ int64_t TokensOfStep(const ScriptedOptions& options, uint64_t hash) {
                                   static_cast<uint64_t>(options.max_tokens_per_step));
 }
 
-// What one layer's entry consists of: its tokens first where they fit, then bytes from the hash.
+// What one layer's entry consists of: what it must carry first, then bytes from the hash.
 class EntryBytes {
  public:
-  EntryBytes(uint64_t hash, int kind, int64_t entry, int layer, std::span<const int32_t> tokens,
+  EntryBytes(uint64_t hash, int kind, int64_t entry, int layer, std::span<const std::byte> carried,
              size_t data_bytes, size_t scale_bytes)
       : bytes_(data_bytes + scale_bytes), data_bytes_(data_bytes) {
     uint64_t state = Mix(Mix(Mix(hash, static_cast<uint64_t>(kind)), static_cast<uint64_t>(entry)),
@@ -68,7 +71,7 @@ class EntryBytes {
       state = Mix(state, at);
       std::memcpy(bytes_.data() + at, &state, std::min(sizeof(state), bytes_.size() - at));
     }
-    if (!tokens.empty()) std::memcpy(bytes_.data(), tokens.data(), tokens.size_bytes());
+    if (!carried.empty()) std::memcpy(bytes_.data(), carried.data(), carried.size());
   }
 
   std::span<const std::byte> data() const { return {bytes_.data(), data_bytes_}; }
@@ -102,11 +105,12 @@ std::pair<uint64_t, uint64_t> FirstDifference(std::span<const std::byte> expecte
 
 }  // namespace
 
-// At the start of each fixed-size kind's part of a state slot. Plain bytes that travel.
+// At the start of the row of each position, in every fixed-size kind's first layer. Plain bytes
+// that travel, with the rows that a model would read and no others.
 struct ScriptedForward::Record {
-  uint64_t magic = 0;  // Mixed with the kind.
-  uint64_t hash = 0;   // Of all tokens in the cache.
-  int64_t num_tokens = 0;
+  uint64_t magic = 0;      // Mixed with the kind.
+  uint64_t hash = 0;       // Of all tokens up to the position.
+  int64_t num_tokens = 0;  // Up to the position, itself included.
   // Tokens behind the last whole entry, which are in no page yet.
   std::array<int32_t, kEntryTokens> tail{};
 };
@@ -220,11 +224,10 @@ absl::Status ScriptedForward::Run(const ForwardBatch& batch, const kernels::Exec
   for (const SequenceKv& sequence : batch.sequences) ISTHMUS_RETURN_IF_ERROR(Verify(sequence));
   size_t wanted = 0;
   for (const SequenceKv& sequence : batch.sequences) {
-    Record record = RecordOf(sequence, kernels::kWindow);
-    if (sequence.start_position == 0) {
-      record = {};
-      record.hash = EmptyHash(options_);
-      RunHashes(sequence)[0] = record.hash;
+    Record record;
+    record.hash = EmptyHash(options_);
+    if (sequence.start_position > 0) {
+      record = RecordAt(sequence, kernels::kWindow, sequence.start_position - 1);
     }
     for (int64_t row = 0; row < sequence.num_rows; ++row) {
       const int64_t batch_row = sequence.first_row + row;
@@ -245,32 +248,40 @@ absl::Status ScriptedForward::Run(const ForwardBatch& batch, const kernels::Exec
       // Far enough above the rest that no temperature draws another one.
       logits[NextToken(options_, record.hash)] = 1000.0f;
     }
-    StoreRecord(sequence, record);
   }
   return absl::OkStatus();
 }
 
-ScriptedForward::Record ScriptedForward::RecordOf(const SequenceKv& sequence, int kind) const {
+std::byte* ScriptedForward::RowAt(const SequenceKv& sequence, CacheKindIndex kind,
+                                  int64_t position) const {
+  const kernels::EntryPlane plane = layout_.Plane(kind, layout_.kinds[kind].layers[0]);
+  return plane.data(sequence.state, position % plane.entries);
+}
+
+ScriptedForward::Record ScriptedForward::RecordAt(const SequenceKv& sequence, CacheKindIndex kind,
+                                                  int64_t position) const {
   Record record;
-  std::memcpy(&record, sequence.state + layout_.kinds[static_cast<size_t>(kind)].offset,
-              sizeof(record));
+  std::memcpy(&record, RowAt(sequence, kind, position), sizeof(record));
   return record;
 }
 
 void ScriptedForward::StoreRecord(const SequenceKv& sequence, const Record& record) const {
-  for (int kind = kernels::kNumPagedKinds; kind < kernels::kNumCacheKinds; ++kind) {
+  for (const CacheKindIndex kind : kStateKinds) {
     Record stored = record;
     stored.magic = Mix(kMagic, static_cast<uint64_t>(kind));
-    std::memcpy(sequence.state + layout_.kinds[static_cast<size_t>(kind)].offset, &stored,
-                sizeof(stored));
+    std::memcpy(RowAt(sequence, kind, record.num_tokens - 1), &stored, sizeof(stored));
   }
 }
 
-// Hash of the prefix that ends where run r starts, r from 0 on: behind the record of the last kind.
-uint64_t* ScriptedForward::RunHashes(const SequenceKv& sequence) const {
-  static_assert(sizeof(Record) <= 64 && alignof(Record) <= 64);
-  return reinterpret_cast<uint64_t*>(sequence.state + layout_.kinds[kernels::kHcaState].offset +
-                                     64);
+// Hash of the prefix that ends where `run` starts: the entry before it carries that.
+uint64_t ScriptedForward::HashBefore(const SequenceKv& sequence, int64_t run) const {
+  if (run == 0) return EmptyHash(options_);
+  const kernels::PagedEntries entries = {
+      sequence.pages[kernels::kHcaKv],
+      layout_.Plane(kernels::kHcaKv, layout_.kinds[kernels::kHcaKv].layers[0])};
+  uint64_t hash = 0;
+  std::memcpy(&hash, entries.data(run - 1), sizeof(hash));
+  return hash;
 }
 
 void ScriptedForward::Append(const SequenceKv& sequence, int64_t position, int32_t token,
@@ -280,21 +291,22 @@ void ScriptedForward::Append(const SequenceKv& sequence, int64_t position, int32
   record.tail[static_cast<size_t>(position % kEntryTokens)] = token;
   if (record.num_tokens % kEntryTokens == 0) {
     const int64_t entry = position / kEntryTokens;
-    FillEntry(sequence, kernels::kCsaKv, entry, record.hash, record.tail);
+    FillEntry(sequence, kernels::kCsaKv, entry, record.hash, std::as_bytes(std::span(record.tail)));
     FillEntry(sequence, kernels::kIndexKey, entry, record.hash, {});
     record.tail.fill(-1);
   }
   if (record.num_tokens % kRunTokens == 0) {
-    FillEntry(sequence, kernels::kHcaKv, position / kRunTokens, record.hash, {});
-    RunHashes(sequence)[record.num_tokens / kRunTokens] = record.hash;
+    FillEntry(sequence, kernels::kHcaKv, position / kRunTokens, record.hash,
+              std::as_bytes(std::span(&record.hash, 1)));
   }
+  StoreRecord(sequence, record);
 }
 
 void ScriptedForward::FillEntry(const SequenceKv& sequence, CacheKindIndex kind, int64_t entry,
-                                uint64_t hash, std::span<const int32_t> tokens) const {
+                                uint64_t hash, std::span<const std::byte> carried) const {
   for (const int layer : layout_.kinds[kind].layers) {
     const kernels::PagedEntries entries = {sequence.pages[kind], layout_.Plane(kind, layer)};
-    const EntryBytes bytes(hash, kind, entry, layer, tokens,
+    const EntryBytes bytes(hash, kind, entry, layer, carried,
                            static_cast<size_t>(entries.plane.data_bytes),
                            static_cast<size_t>(entries.plane.scale_bytes));
     std::memcpy(entries.data(entry), bytes.data().data(), bytes.data().size());
@@ -304,10 +316,10 @@ void ScriptedForward::FillEntry(const SequenceKv& sequence, CacheKindIndex kind,
 
 absl::Status ScriptedForward::VerifyEntry(const SequenceKv& sequence, CacheKindIndex kind,
                                           int64_t entry, uint64_t hash,
-                                          std::span<const int32_t> tokens) const {
+                                          std::span<const std::byte> carried) const {
   for (const int layer : layout_.kinds[kind].layers) {
     const kernels::PagedEntries entries = {sequence.pages[kind], layout_.Plane(kind, layer)};
-    const EntryBytes expected(hash, kind, entry, layer, tokens,
+    const EntryBytes expected(hash, kind, entry, layer, carried,
                               static_cast<size_t>(entries.plane.data_bytes),
                               static_cast<size_t>(entries.plane.scale_bytes));
     const std::span<const std::byte> data = {entries.data(entry), expected.data().size()};
@@ -322,36 +334,54 @@ absl::Status ScriptedForward::VerifyEntry(const SequenceKv& sequence, CacheKindI
   return absl::OkStatus();
 }
 
+absl::Status ScriptedForward::VerifyRecord(const SequenceKv& sequence, CacheKindIndex kind,
+                                           int64_t position) const {
+  const std::string& name = layout_.kinds[kind].name;
+  const Record record = RecordAt(sequence, kind, position);
+  const uint64_t magic = Mix(kMagic, static_cast<uint64_t>(kind));
+  if (record.magic != magic) {
+    return Lost(absl::StrCat("mark of state ", name), position, magic, record.magic);
+  }
+  if (record.num_tokens == position + 1) return absl::OkStatus();
+  return Lost(absl::StrCat("number of tokens in state ", name), position,
+              static_cast<uint64_t>(position + 1), static_cast<uint64_t>(record.num_tokens));
+}
+
 absl::Status ScriptedForward::VerifyState(const SequenceKv& sequence) const {
-  const Record first = RecordOf(sequence, kernels::kWindow);
-  for (int kind = kernels::kNumPagedKinds; kind < kernels::kNumCacheKinds; ++kind) {
-    const std::string& name = layout_.kinds[static_cast<size_t>(kind)].name;
-    const Record record = RecordOf(sequence, kind);
-    const uint64_t magic = Mix(kMagic, static_cast<uint64_t>(kind));
-    if (record.magic != magic) {
-      return Lost(absl::StrCat("mark of state ", name), sequence.start_position, magic,
-                  record.magic);
-    }
-    if (record.num_tokens != sequence.start_position) {
-      return Lost(absl::StrCat("number of tokens in state ", name), sequence.start_position,
-                  static_cast<uint64_t>(sequence.start_position),
-                  static_cast<uint64_t>(record.num_tokens));
-    }
+  const int64_t last = sequence.start_position - 1;
+  const Record first = RecordAt(sequence, kernels::kWindow, last);
+  for (const CacheKindIndex kind : kStateKinds) {
+    const int64_t oldest = kernels::OldestStateRow(layout_, kind, sequence.start_position);
+    if (oldest > last) continue;
+    ISTHMUS_RETURN_IF_ERROR(VerifyRecord(sequence, kind, last));
+    ISTHMUS_RETURN_IF_ERROR(VerifyRecord(sequence, kind, oldest));
+    const Record record = RecordAt(sequence, kind, last);
     if (record.hash != first.hash || record.tail != first.tail) {
-      return Lost(absl::StrCat("hash in state ", name), sequence.start_position, first.hash,
+      return Lost(absl::StrCat("hash in state ", layout_.kinds[kind].name), last, first.hash,
                   record.hash);
     }
   }
-  const uint64_t empty = EmptyHash(options_);
-  const uint64_t start = RunHashes(sequence)[0];
-  return start == empty ? absl::OkStatus() : Lost("hash of the empty prefix", 0, empty, start);
+  return absl::OkStatus();
+}
+
+// The rows that exist of `position` know the hash of the prefix that ends with it.
+absl::Status ScriptedForward::VerifyRows(const SequenceKv& sequence, int64_t position,
+                                         uint64_t hash) const {
+  for (const CacheKindIndex kind : kStateKinds) {
+    if (position < kernels::OldestStateRow(layout_, kind, sequence.start_position)) continue;
+    const Record record = RecordAt(sequence, kind, position);
+    if (record.hash == hash) continue;
+    return Lost(absl::StrCat("hash in state ", layout_.kinds[kind].name), position, hash,
+                record.hash);
+  }
+  return absl::OkStatus();
 }
 
 // Follows the tokens in the pages from the hash at the start of the run to the one at its end.
 absl::Status ScriptedForward::VerifyRun(const SequenceKv& sequence, int64_t run) const {
-  const Record record = RecordOf(sequence, kernels::kWindow);
   const int64_t end = std::min((run + 1) * kRunTokens, sequence.start_position);
-  uint64_t hash = RunHashes(sequence)[run];
+  const Record record = RecordAt(sequence, kernels::kWindow, sequence.start_position - 1);
+  uint64_t hash = HashBefore(sequence, run);
   const int layer = layout_.kinds[kernels::kCsaKv].layers[0];
   const kernels::PagedEntries entries = {sequence.pages[kernels::kCsaKv],
                                          layout_.Plane(kernels::kCsaKv, layer)};
@@ -360,17 +390,21 @@ absl::Status ScriptedForward::VerifyRun(const SequenceKv& sequence, int64_t run)
     const int64_t entry = position / kEntryTokens;
     std::array<int32_t, kEntryTokens> tokens{};
     std::memcpy(tokens.data(), entries.data(entry), sizeof(tokens));
-    for (const int32_t token : tokens) hash = Extend(hash, token);
-    ISTHMUS_RETURN_IF_ERROR(VerifyEntry(sequence, kernels::kCsaKv, entry, hash, tokens));
+    for (size_t t = 0; t < tokens.size(); ++t) {
+      hash = Extend(hash, tokens[t]);
+      ISTHMUS_RETURN_IF_ERROR(VerifyRows(sequence, position + static_cast<int64_t>(t), hash));
+    }
+    ISTHMUS_RETURN_IF_ERROR(
+        VerifyEntry(sequence, kernels::kCsaKv, entry, hash, std::as_bytes(std::span(tokens))));
     ISTHMUS_RETURN_IF_ERROR(VerifyEntry(sequence, kernels::kIndexKey, entry, hash, {}));
   }
   for (; position < end; ++position) {
     hash = Extend(hash, record.tail[static_cast<size_t>(position % kEntryTokens)]);
+    ISTHMUS_RETURN_IF_ERROR(VerifyRows(sequence, position, hash));
   }
   if (end % kRunTokens == 0) {
-    const uint64_t known = RunHashes(sequence)[run + 1];
-    if (known != hash) return Lost("hash of a run in the state", end, hash, known);
-    ISTHMUS_RETURN_IF_ERROR(VerifyEntry(sequence, kernels::kHcaKv, run, hash, {}));
+    ISTHMUS_RETURN_IF_ERROR(
+        VerifyEntry(sequence, kernels::kHcaKv, run, hash, std::as_bytes(std::span(&hash, 1))));
   }
   if (end == sequence.start_position && hash != record.hash) {
     return Lost("hash of the prefix", end, record.hash, hash);
@@ -382,12 +416,17 @@ absl::Status ScriptedForward::Verify(const SequenceKv& sequence) const {
   if (sequence.start_position == 0) return absl::OkStatus();
   ISTHMUS_RETURN_IF_ERROR(VerifyState(sequence));
   const int64_t last = (sequence.start_position - 1) / kRunTokens;
-  const uint64_t chance = Mix(RecordOf(sequence, kernels::kWindow).hash, kAsksRun);
+  const uint64_t chance =
+      Mix(RecordAt(sequence, kernels::kWindow, sequence.start_position - 1).hash, kAsksRun);
   const auto middle = static_cast<int64_t>(chance % static_cast<uint64_t>(last + 1));
-  for (const int64_t run : {int64_t{0}, middle, last}) {
+  ISTHMUS_RETURN_IF_ERROR(VerifyRun(sequence, 0));
+  // From the first run of its page on: the hash that it starts from lies in the page before, so a
+  // page of another sequence does not agree with itself alone.
+  const int64_t page_runs = layout_.geometry.page_tokens / kRunTokens;
+  for (int64_t run = middle / page_runs * page_runs; run <= middle; ++run) {
     ISTHMUS_RETURN_IF_ERROR(VerifyRun(sequence, run));
   }
-  return absl::OkStatus();
+  return VerifyRun(sequence, last);
 }
 
 }  // namespace isthmus::model

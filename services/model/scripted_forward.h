@@ -3,9 +3,10 @@
 // simulated step times. It carries simulations and every figure about the machinery alone.
 //
 // The next token is a function of the seed and of all tokens so far, by a running hash that lives
-// in the sequence's state slot and therefore has to travel with it. Every cached entry is filled
-// from the hash of the prefix that ends with it, so a page that is lost, stale or of another
-// sequence does not verify.
+// in the sequence's windows and compressor rows and therefore has to travel with them. Every cached
+// entry is filled from the hash of the prefix that ends with it, so a page that is lost, stale or
+// of another sequence does not verify. What is read of a state slot is what a model reads
+// (kernels/core/state_rows.h).
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,9 @@ class ScriptedForward : public Forward {
                                                                  Clock& clock);
 
   // Sleeps for the step's time; then, before anything is written, verifies of every sequence the
-  // whole state record and three runs of 128 tokens in its pages: the first, the last and one by
-  // chance. DataLoss names position, expected and found value.
+  // newest and the oldest row of every state and three runs of 128 tokens in its pages: the first,
+  // the last with the rows of its positions, and one by chance with those before it in its page.
+  // DataLoss names position, expected and found value.
   absl::Status Run(const ForwardBatch& batch, const kernels::Exec& exec) override;
 
   int64_t vocab_size() const override { return options_.vocab_size; }
@@ -75,18 +77,25 @@ class ScriptedForward : public Forward {
       : options_(options), layout_(std::move(layout)), clock_(clock) {}
   absl::Status Validate(const ForwardBatch& batch) const;
   absl::Duration TimeOf(const ForwardBatch& batch) const;
-  Record RecordOf(const kernels::SequenceKv& sequence, int kind) const;
+  std::byte* RowAt(const kernels::SequenceKv& sequence, kernels::CacheKindIndex kind,
+                   int64_t position) const;
+  Record RecordAt(const kernels::SequenceKv& sequence, kernels::CacheKindIndex kind,
+                  int64_t position) const;
+  absl::Status VerifyRecord(const kernels::SequenceKv& sequence, kernels::CacheKindIndex kind,
+                            int64_t position) const;
+  absl::Status VerifyRows(const kernels::SequenceKv& sequence, int64_t position,
+                          uint64_t hash) const;
   absl::Status VerifyState(const kernels::SequenceKv& sequence) const;
   absl::Status VerifyRun(const kernels::SequenceKv& sequence, int64_t run) const;
   absl::Status VerifyEntry(const kernels::SequenceKv& sequence, kernels::CacheKindIndex kind,
-                           int64_t entry, uint64_t hash, std::span<const int32_t> tokens) const;
+                           int64_t entry, uint64_t hash, std::span<const std::byte> carried) const;
   absl::Status Verify(const kernels::SequenceKv& sequence) const;
   void Append(const kernels::SequenceKv& sequence, int64_t position, int32_t token,
               Record& record) const;
   void StoreRecord(const kernels::SequenceKv& sequence, const Record& record) const;
   void FillEntry(const kernels::SequenceKv& sequence, kernels::CacheKindIndex kind, int64_t entry,
-                 uint64_t hash, std::span<const int32_t> tokens) const;
-  uint64_t* RunHashes(const kernels::SequenceKv& sequence) const;
+                 uint64_t hash, std::span<const std::byte> carried) const;
+  uint64_t HashBefore(const kernels::SequenceKv& sequence, int64_t run) const;
 
   const ScriptedOptions options_;
   const kernels::KvLayout layout_;

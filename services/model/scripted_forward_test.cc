@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 
+#include "kernels/core/state_rows.h"
 #include "services/kv/sequence_cache.h"
 
 namespace isthmus::model {
@@ -234,6 +235,39 @@ TEST(ScriptedForwardTest, FindsAStateOfAnotherSequenceOrAge) {
   const absl::Status status = script.Step(a, {&last, 1}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr("number of tokens in state"));
+}
+
+// Whoever moves a sequence by the rows that a model reads has moved all of it; a row too few shows.
+TEST(ScriptedForwardTest, ReadsTheRowsThatAModelReadsAndNoOthers) {
+  Script script;
+  const kernels::KvLayout& layout = script.forward->layout();
+  for (const int64_t size : {1, 3, 4, 5, 127, 128, 129, 255, 256, 301}) {
+    kv::SequenceCache cache = *script.pool->Open();
+    int32_t last = *script.Step(cache, Prompt(size));
+    std::byte* const state = script.pool->slots().address(cache.slot());
+    const std::vector<std::byte> whole(state, state + layout.state_slot_bytes);
+    std::fill_n(state, layout.state_slot_bytes, std::byte{0xcd});
+    std::vector<std::pair<int64_t, int64_t>> rows;  // Offset and bytes.
+    for (int k = kernels::kNumPagedKinds; k < kernels::kNumCacheKinds; ++k) {
+      const auto kind = static_cast<kernels::CacheKindIndex>(k);
+      const kernels::EntryPlane plane = layout.Plane(kind, layout.kinds[kind].layers[0]);
+      const int64_t oldest = kernels::OldestStateRow(layout, kind, size);
+      for (int64_t position = oldest; position < size; ++position) {
+        rows.emplace_back(plane.data_offset + position % plane.entries * plane.data_bytes,
+                          plane.data_bytes);
+      }
+    }
+    const auto restore = [&](size_t row) {
+      std::copy_n(whole.begin() + rows[row].first, rows[row].second, state + rows[row].first);
+    };
+    for (size_t row = 0; row < rows.size(); ++row) restore(row);
+    for (size_t row = 0; row < rows.size(); ++row) {
+      state[rows[row].first + 8] ^= std::byte{1};
+      EXPECT_FALSE(script.Step(cache, {&last, 1}).ok()) << size << " tokens, row " << row;
+      restore(row);
+    }
+    EXPECT_TRUE(script.Step(cache, {&last, 1}).ok()) << size;
+  }
 }
 
 TEST(ScriptedForwardTest, AStepTakesItsTime) {
