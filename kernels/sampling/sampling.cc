@@ -27,7 +27,7 @@ constexpr SamplingBatchVariant kBatchVariants[] = {
 
 }  // namespace
 
-absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k) {
+absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k, float min_p) {
   if (!std::isfinite(temperature) || temperature < 0.0f) {
     return absl::InvalidArgumentError(absl::StrCat("sampling: temperature is ", temperature,
                                                    "; it must be finite and at least 0"));
@@ -40,13 +40,17 @@ absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k) {
     return absl::InvalidArgumentError(
         absl::StrCat("sampling: top_k is ", top_k, "; it must be at least 0"));
   }
+  if (!(min_p >= 0.0f && min_p <= 1.0f)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampling: min_p is ", min_p, "; it must be at least 0 and at most 1"));
+  }
   return absl::OkStatus();
 }
 
 std::span<const SamplingVariant> SamplingVariants() { return kVariants; }
 
 absl::Status ValidateSamplingArgs(const SamplingArgs& args) {
-  ISTHMUS_RETURN_IF_ERROR(ValidateSampling(args.temperature, args.top_p, args.top_k));
+  ISTHMUS_RETURN_IF_ERROR(ValidateSampling(args.temperature, args.top_p, args.top_k, args.min_p));
   if (args.logits.dtype != DType::kF32) {
     return absl::InvalidArgumentError(absl::StrCat("sampling: logits must be f32, have dtype ",
                                                    static_cast<int>(args.logits.dtype)));

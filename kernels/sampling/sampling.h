@@ -3,13 +3,15 @@
 //
 //   temperature == 0: arg max, the smaller id among equals (greedy).
 //   otherwise: p = softmax(logits / temperature); keep the top_k largest (0: all), then the
-//   smallest prefix of them in descending order whose mass reaches top_p of what top_k left, as
-//   other engines do; draw by inverse CDF with one uniform number from (seed, counter). Ties in
-//   the order by smaller id.
+//   smallest prefix of them in descending order whose mass reaches top_p of what top_k left, then
+//   those of them that are at least min_p times as likely as the likeliest, as other engines do;
+//   draw by inverse CDF with one uniform number from (seed, counter). Ties in the order by smaller
+//   id.
 //
 // Shapes     logits: [vocab], or [rows, vocab] with the parameters of each row; rows are
-// independent. Types      f32 logits, i32 token. Numerics   Masses are exp((logit - largest) /
-// temperature) in f32, which no temperature can
+//            independent.
+// Types      f32 logits, i32 token.
+// Numerics   Masses are exp((logit - largest) / temperature) in f32, which no temperature can
 //            overflow; their sums f64 in order of rank. Only finite logits can be chosen; none is
 //            an error, or the token -1 in a batch.
 //            On a GPU masses are rounded down to multiples of 2^-46 and their sums are exact, in
@@ -17,12 +19,12 @@
 //            of the edge between two tokens. Greedy choices are the same.
 // Devices    Sample: the CPU only. SampleBatch: all arrays are device memory; parameters are not
 //            checked there (a temperature that is not above 0 is greedy, a top_k below 1 is none,
-//            a top_p outside (0, 1) is 1).
+//            a top_p outside (0, 1) is 1). min_p is known to Sample alone.
 // Workspace  On a CPU 20 * vocab bytes; none when greedy.
 // Phases     Prefill (the first token), decode.
 // Errors     InvalidArgument  Empty logits (on a GPU also 2^18 and more), no finite logit,
-// temperature negative or not finite,
-//                             top_p outside (0, 1], top_k negative.
+//                             temperature negative or not finite, top_p outside (0, 1], top_k
+//                             negative, min_p outside [0, 1].
 #pragma once
 
 #include <cstdint>
@@ -39,7 +41,8 @@ struct SamplingArgs {
   VectorView logits;  // [vocab]
   float temperature = 0.0f;
   float top_p = 1.0f;
-  int32_t top_k = 0;  // 0: no limit. May exceed the vocabulary.
+  int32_t top_k = 0;   // 0: no limit. May exceed the vocabulary.
+  float min_p = 0.0f;  // 0: no limit.
   uint64_t seed = 0;
   uint64_t counter = 0;  // Number of tokens drawn before: the whole sampler state with the seed.
 };
@@ -81,6 +84,6 @@ ISTHMUS_HOST_DEVICE inline float UniformAt(uint64_t seed, uint64_t counter) {
 }
 
 // InvalidArgument naming the field and its value, as Sample would.
-absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k);
+absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k, float min_p = 0.0f);
 
 }  // namespace isthmus::kernels

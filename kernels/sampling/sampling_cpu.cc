@@ -89,7 +89,8 @@ int32_t Draw(const SamplingArgs& args, const Ranked* ranked, const float* mass, 
   const double wanted = double{args.top_p} * total;
   double kept = 0.0;
   int64_t prefix = 0;
-  while (prefix < n && kept < wanted) kept += mass[prefix++];
+  // The first mass is 1, so a mass is the likelihood in units of the largest.
+  while (prefix < n && kept < wanted && mass[prefix] >= args.min_p) kept += mass[prefix++];
 
   const double target = double{UniformAt(args.seed, args.counter)} * kept;
   double reached = 0.0;

@@ -40,6 +40,12 @@ absl::StatusOr<int32_t> SampleDefinition(const SamplingArgs& args, const Exec&) 
     kept += mass[prefix++];
     if (kept >= double{args.top_p} * total) break;
   }
+  // The likeliest has mass 1.
+  size_t likely = 0;
+  double kept_of_likely = 0.0;
+  while (likely < prefix && mass[likely] >= args.min_p) kept_of_likely += mass[likely++];
+  prefix = likely;
+  kept = kept_of_likely;
 
   const double target = double{UniformAt(args.seed, args.counter)} * kept;
   double reached = 0.0;

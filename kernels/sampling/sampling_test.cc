@@ -169,6 +169,33 @@ TEST_P(SampleTest, MeasuresTopPAgainstWhatTopKLeft) {
   EXPECT_EQ(Support(GetParam(), logits, Drawn(1.0f, 0.6f, 2)), (std::set<int32_t>{0, 1}));
 }
 
+TEST_P(SampleTest, DropsTokensThatAreLessLikelyThanMinPOfTheLikeliest) {
+  // Likelihoods 1, 1/2, 1/4, 1/8 of the largest.
+  const float ln2 = 0.69314718f;
+  const std::vector<float> logits = {-3 * ln2, -ln2, 0.0f, -2 * ln2};
+  const auto drawn = [&](float min_p, float temperature = 1.0f, float top_p = 1.0f) {
+    SamplingArgs args = Drawn(temperature, top_p);
+    args.min_p = min_p;
+    std::set<int32_t> ids;
+    for (const auto& [id, count] : Histogram(GetParam(), logits, args, 400)) ids.insert(id);
+    return ids;
+  };
+  EXPECT_EQ(drawn(0.0f), (std::set<int32_t>{0, 1, 2, 3}));
+  EXPECT_EQ(drawn(0.2f), (std::set<int32_t>{1, 2, 3}));
+  EXPECT_EQ(drawn(0.4f), (std::set<int32_t>{1, 2}));
+  EXPECT_EQ(drawn(1.0f), (std::set<int32_t>{2}));
+  EXPECT_EQ(drawn(0.4f, 4.0f), (std::set<int32_t>{0, 1, 2, 3}));  // After the temperature.
+  EXPECT_EQ(drawn(0.2f, 1.0f, 0.6f), (std::set<int32_t>{1, 2}));  // top_p has cut before.
+}
+
+TEST_P(SampleTest, KeepsAllOfTheLikeliestWithMinPOfOne) {
+  SamplingArgs args = Drawn(1.0f);
+  args.min_p = 1.0f;
+  std::map<int32_t, int> counts = Histogram(GetParam(), {2.0f, 1.99f, 2.0f}, args, 400);
+  EXPECT_EQ(counts[1], 0);
+  EXPECT_NEAR(counts[0], 200, 60);
+}
+
 TEST_P(SampleTest, BecomesGreedyAtTinyTemperaturesAndTinyTopP) {
   const std::vector<float> logits = {1.0f, 3.0e38f, 2.0f, -3.0e38f};
   EXPECT_EQ(Support(GetParam(), logits, Drawn(1e-30f)), (std::set<int32_t>{1}));
@@ -258,18 +285,22 @@ TEST(ValidateSamplingTest, NamesTheFieldThatIsWrong) {
     float temperature, top_p;
     int32_t top_k;
     const char* reason;
+    float min_p = 0.0f;
   };
   for (const Bad& bad :
        {Bad{-0.1f, 1.0f, 0, "temperature is -0.1"}, Bad{kNan, 1.0f, 0, "temperature is nan"},
         Bad{kInfinity, 1.0f, 0, "temperature is inf"}, Bad{1.0f, 0.0f, 0, "top_p is 0"},
         Bad{1.0f, 1.5f, 0, "top_p is 1.5"}, Bad{1.0f, kNan, 0, "top_p is nan"},
-        Bad{1.0f, -kInfinity, 0, "top_p is -inf"}, Bad{1.0f, 1.0f, -1, "top_k is -1"}}) {
-    const absl::Status status = ValidateSampling(bad.temperature, bad.top_p, bad.top_k);
+        Bad{1.0f, -kInfinity, 0, "top_p is -inf"}, Bad{1.0f, 1.0f, -1, "top_k is -1"},
+        Bad{1.0f, 1.0f, 0, "min_p is nan", kNan}, Bad{1.0f, 1.0f, 0, "min_p is -0.5", -0.5f},
+        Bad{1.0f, 1.0f, 0, "min_p is 1.5", 1.5f}}) {
+    const absl::Status status = ValidateSampling(bad.temperature, bad.top_p, bad.top_k, bad.min_p);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr(bad.reason));
     const std::vector<float> logits = {1.0f};
     SamplingArgs args = Drawn(bad.temperature, bad.top_p, bad.top_k);
     args.logits = View(logits);
+    args.min_p = bad.min_p;
     EXPECT_EQ(Sample(args, Exec{}).status(), status);
     EXPECT_EQ(SampleDefinition(args, Exec{}).status(), status);
   }
@@ -315,6 +346,7 @@ TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheDefinition) {
       SamplingArgs args = base;
       args.logits = View(logits);
       args.seed = 99;
+      args.min_p = base.top_k == 40 ? 0.1f : 0.0f;
       for (args.counter = 0; args.counter < static_cast<uint64_t>(draws); ++args.counter) {
         const absl::StatusOr<int32_t> token = variant.launch(args, exec);
         const absl::StatusOr<int32_t> expected = SampleDefinition(args, Exec{});
