@@ -95,6 +95,15 @@ class FieldReader {
     }
   }
 
+  void Text(const char* name, std::string* out) {
+    const Json* value = Find(name, nullptr, /*is_required=*/false);
+    if (value == nullptr) return;
+    if (!value->is_string()) {
+      return Fail(absl::StrCat(name, " is ", Shown(*value), ", must be a string"));
+    }
+    *out = value->get<std::string>();
+  }
+
   // Fails when the field is there with any other value than `wanted`.
   void Only(const char* name, const char* alias, const Json& wanted) {
     const Json* value = Find(name, alias, /*is_required=*/false);
@@ -157,7 +166,7 @@ void ReadRopeScaling(FieldReader* fields, RopeScaling* out) {
 }
 
 // Settings that change what is computed and of which one value is implemented.
-void RefuseOtherArchitectures(FieldReader* fields) {
+void RefuseOtherArchitectures(FieldReader* fields, std::string* moe_quant_algo) {
   fields->Only("scoring_func", "score_func", "sqrtsoftplus");
   fields->Only("topk_method", nullptr, "noaux_tc");
   fields->Only("norm_topk_prob", nullptr, true);
@@ -172,6 +181,7 @@ void RefuseOtherArchitectures(FieldReader* fields) {
   nested.Only("fmt", nullptr, "e4m3");
   nested.Only("scale_fmt", nullptr, "ue8m0");
   nested.Only("weight_block_size", nullptr, Json::array({128, 128}));
+  nested.Text("moe_quant_algo", moe_quant_algo);
   if (!nested.problem().empty()) {
     fields->Fail(absl::StrCat("quantization_config: ", nested.problem()));
   }
@@ -346,7 +356,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text) {
   fields.Int("dspark_markov_rank", nullptr, &c.dspark_markov_rank);
   fields.Ints("dspark_target_layer_ids", &c.dspark_target_layer_ids);
   ReadRopeScaling(&fields, &c.rope_scaling);
-  RefuseOtherArchitectures(&fields);
+  RefuseOtherArchitectures(&fields, &c.moe_quant_algo);
   if (!fields.problem().empty()) return Bad(fields.problem());
   ISTHMUS_RETURN_IF_ERROR(ValidateModelConfig(c));
   return c;

@@ -61,6 +61,9 @@ struct ModelConfig {
   // the file names none.
   int dspark_markov_rank = 0;
   std::vector<int> dspark_target_layer_ids;
+  // How the routed experts were quantised: "NVFP4" or empty. For planning alone, since the tensors'
+  // own types decide; no part of the fingerprint.
+  std::string moe_quant_algo;
 
   // Ratio of `layer` in [0, num_hidden_layers).
   int ratio(int layer) const { return compress_ratios[static_cast<size_t>(layer)]; }
