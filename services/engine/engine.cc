@@ -2,14 +2,14 @@
 #include "services/engine/engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/sampling/sampling.h"
 #include "services/base/check.h"
-#include "services/base/crc32c.h"
 #include "services/base/fault.h"
 #include "services/base/status_macros.h"
+#include "services/engine/sampler.h"
 
 namespace isthmus::engine {
 
@@ -56,11 +56,12 @@ absl::Status Engine::Validate(std::span<const int32_t> prompt,
           "prompt: token ", t, " has id ", id, ", the vocabulary has ", forward_->vocab_size()));
     }
   }
-  if (sampling.max_tokens < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("max_tokens is ", sampling.max_tokens, ", must be at least 1"));
+  if (sampling.top_prompt_logprobs.has_value() && size > kMaxLogprobPromptTokens) {
+    return absl::InvalidArgumentError(absl::StrCat("top_prompt_logprobs: the prompt has ", size,
+                                                   " tokens, want at most ",
+                                                   kMaxLogprobPromptTokens));
   }
-  return kernels::ValidateSampling(sampling.temperature, sampling.top_p, sampling.top_k);
+  return ValidateSamplingParams(sampling, SamplerModelOf());
 }
 
 absl::StatusOr<Sequence> Engine::Admit(std::string request_id, std::vector<int32_t> prompt,
@@ -80,24 +81,32 @@ absl::StatusOr<Sequence> Engine::Admit(std::string request_id, std::vector<int32
 struct Engine::Pass {
   struct Caught {
     Sequence* sequence = nullptr;
-    std::vector<int32_t> tokens = {};  // What it gains.
-    std::vector<uint32_t> digests = {};
-    FinishReason finish = FinishReason::kNone;
+    size_t logit_row = 0;
+    Gain gain = {};
+  };
+  // Rows of a prompt whose log probabilities are wanted: the first one is behind prompt token
+  // number `first_token` - 1.
+  struct PromptRows {
+    Sequence* sequence = nullptr;
+    size_t first_logit_row = 0;
+    int64_t first_token = 0;
+    std::vector<kernels::TokenLogprobs> logprobs = {};
   };
 
   std::span<const StepPart> parts;
   std::vector<int32_t> tokens;
   std::vector<kernels::SequenceKv> views;
   std::vector<int64_t> logit_rows;
-  std::vector<Caught> caught_up;  // One per logit row.
-  std::vector<std::vector<int32_t>> accepted;
+  std::vector<Caught> caught_up;
+  std::vector<PromptRows> prompts;
+  std::vector<std::vector<int32_t>> accepted;  // One per logit row, as limits.
   std::vector<int64_t> limits;
 };
 
 // A prompt ends with one token, which travels alone; a reply never outgrows its longest length, nor
 // a boundary that a step should end at. `num_cached`: with the rows of this step.
 int64_t Engine::AcceptedLimit(const Sequence& sequence, int64_t num_cached) const {
-  if (sequence.num_output_tokens() == 0) return 0;
+  if (sequence.num_output_tokens() == 0 || !TakesDrafts(sequence)) return 0;
   const auto size = static_cast<int64_t>(sequence.tokens.size());
   const int64_t room = std::min(sequence.sampling.max_tokens - sequence.num_output_tokens(),
                                 forward_->max_positions() - size);
@@ -114,15 +123,34 @@ absl::Status Engine::Gather(std::span<const StepPart> parts, Pass& pass) {
     const int64_t limit = is_caught_up ? AcceptedLimit(*sequence, start + count) : 0;
     ISTHMUS_RETURN_IF_ERROR(sequence->cache.Reserve(start + count + limit));
     pass.views.push_back(sequence->cache.View(static_cast<int64_t>(pass.tokens.size()), count));
+    const auto first_row = static_cast<int64_t>(pass.tokens.size());
     pass.tokens.insert(pass.tokens.end(), sequence->tokens.begin() + start,
                        sequence->tokens.begin() + start + count);
+    GatherPromptRows(*sequence, first_row, count, pass);
     if (!is_caught_up) continue;
-    pass.logit_rows.push_back(static_cast<int64_t>(pass.tokens.size()) - 1);
-    pass.caught_up.push_back({.sequence = sequence});
+    pass.caught_up.push_back({.sequence = sequence, .logit_row = pass.logit_rows.size()});
+    pass.logit_rows.push_back(first_row + count - 1);
     pass.limits.push_back(limit);
   }
   if (forward_->max_accepted() > 0) pass.accepted.resize(pass.logit_rows.size());
   return absl::OkStatus();
+}
+
+// The row of the prompt's last token is not among them: it is what the first token is drawn from.
+void Engine::GatherPromptRows(Sequence& sequence, int64_t first_row, int64_t count, Pass& pass) {
+  if (!sequence.lacks_prompt_logprobs()) return;
+  const int64_t start = sequence.cache.num_tokens();
+  const auto first_token = static_cast<int64_t>(sequence.prompt_logprobs.size()) + 1;
+  const int64_t end_token = std::min(start + count + 1, sequence.num_prompt_tokens);
+  if (start > first_token - 1 || first_token >= end_token) return;
+  pass.prompts.push_back({.sequence = &sequence,
+                          .first_logit_row = pass.logit_rows.size(),
+                          .first_token = first_token});
+  for (int64_t token = first_token; token < end_token; ++token) {
+    pass.logit_rows.push_back(first_row + token - 1 - start);
+    pass.limits.push_back(0);
+    pass.prompts.back().logprobs.emplace_back();
+  }
 }
 
 absl::Status Engine::Step(std::span<Sequence* const> sequences) {
@@ -156,69 +184,57 @@ absl::Status Engine::Step(std::span<Sequence* const> sequences) {
   return absl::OkStatus();
 }
 
+SamplerModel Engine::SamplerModelOf() const {
+  return {.vocab_size = forward_->vocab_size(),
+          .max_positions = forward_->max_positions(),
+          .end_token_id = options_.eos_token_id};
+}
+
 absl::Status Engine::Sample(Pass& pass) {
   const int64_t vocab = forward_->vocab_size();
-  for (size_t r = 0; r < pass.caught_up.size(); ++r) {
-    Pass::Caught& caught = pass.caught_up[r];
-    const Sequence& sequence = *caught.sequence;
-    const auto gain = [&](int32_t token, uint32_t digest) {
-      caught.tokens.push_back(token);
-      caught.digests.push_back(digest);
-      const auto gained = static_cast<int64_t>(caught.tokens.size());
-      if (token == options_.eos_token_id) {
-        caught.finish = FinishReason::kStop;
-      } else if (sequence.num_output_tokens() + gained >= sequence.sampling.max_tokens ||
-                 static_cast<int64_t>(sequence.tokens.size()) + gained >=
-                     forward_->max_positions()) {
-        caught.finish = FinishReason::kLength;
-      }
-      return caught.finish == FinishReason::kNone;
-    };
-    bool goes_on = true;
-    if (!pass.accepted.empty()) {
-      const std::vector<int32_t>& accepted = pass.accepted[r];
-      if (static_cast<int64_t>(accepted.size()) > pass.limits[r]) {
-        return absl::InternalError(absl::StrCat("the forward pass accepted ", accepted.size(),
-                                                " tokens of at most ", pass.limits[r]));
-      }
-      for (size_t i = 0; i < accepted.size() && goes_on; ++i) goes_on = gain(accepted[i], 0);
+  const auto row = [&](size_t index) {
+    return kernels::F32Vector(logits_ + static_cast<int64_t>(index) * vocab, vocab);
+  };
+  for (Pass::PromptRows& prompt : pass.prompts) {
+    for (size_t i = 0; i < prompt.logprobs.size(); ++i) {
+      const size_t token = static_cast<size_t>(prompt.first_token) + i;
+      ISTHMUS_ASSIGN_OR_RETURN(
+          prompt.logprobs[i],
+          kernels::Logprobs({.logits = row(prompt.first_logit_row + i),
+                             .chosen = prompt.sequence->tokens[token],
+                             .num_top = prompt.sequence->sampling.top_prompt_logprobs.value_or(0)},
+                            sampling_exec_));
     }
-    if (!goes_on) continue;
-    const float* row = logits_ + static_cast<int64_t>(r) * vocab;
-    ISTHMUS_ASSIGN_OR_RETURN(const int32_t token,
-                             kernels::Sample({.logits = kernels::F32Vector(row, vocab),
-                                              .temperature = sequence.sampling.temperature,
-                                              .top_p = sequence.sampling.top_p,
-                                              .top_k = sequence.sampling.top_k,
-                                              .seed = sequence.sampling.seed,
-                                              .counter = sequence.num_draws + caught.tokens.size()},
-                                             sampling_exec_));
-    const bool wants_digest = sequence.sampling.wants_logits_digests;
-    gain(token, wants_digest ? Crc32c(row, static_cast<size_t>(vocab) * sizeof(float)) : 0);
+  }
+  for (Pass::Caught& caught : pass.caught_up) {
+    std::span<const int32_t> accepted;
+    if (!pass.accepted.empty()) accepted = pass.accepted[caught.logit_row];
+    const int64_t limit = pass.limits[caught.logit_row];
+    if (static_cast<int64_t>(accepted.size()) > limit) {
+      return absl::InternalError(absl::StrCat("the forward pass accepted ", accepted.size(),
+                                              " tokens of at most ", limit));
+    }
+    ISTHMUS_ASSIGN_OR_RETURN(
+        caught.gain, DrawTokens(*caught.sequence, accepted, row(caught.logit_row), SamplerModelOf(),
+                                sampling_exec_));
   }
   return absl::OkStatus();
 }
 
 void Engine::Commit(Pass& pass, uint64_t step) {
-  for (size_t r = 0; r < pass.caught_up.size(); ++r) {
-    Pass::Caught& caught = pass.caught_up[r];
-    Sequence& sequence = *caught.sequence;
-    sequence.tokens.insert(sequence.tokens.end(), caught.tokens.begin(), caught.tokens.end());
-    sequence.num_draws += caught.tokens.size();
-    sequence.finish = caught.finish;
-    if (sequence.sampling.wants_logits_digests) {
-      sequence.logits_crc32c.insert(sequence.logits_crc32c.end(), caught.digests.begin(),
-                                    caught.digests.end());
-    }
+  for (Pass::PromptRows& prompt : pass.prompts) {
+    std::vector<kernels::TokenLogprobs>& all = prompt.sequence->prompt_logprobs;
+    std::ranges::move(prompt.logprobs, std::back_inserter(all));
   }
+  for (Pass::Caught& caught : pass.caught_up) Append(std::move(caught.gain), *caught.sequence);
   size_t row = 0;
   for (size_t i = 0; i < pass.parts.size(); ++i) {
     Sequence& sequence = *pass.parts[i].sequence;
     sequence.last_step = step;
     int64_t cached = pass.views[i].start_position + pass.views[i].num_rows;
     if (row < pass.caught_up.size() && pass.caught_up[row].sequence == &sequence) {
-      if (!pass.accepted.empty()) cached += static_cast<int64_t>(pass.accepted[row].size());
-      ++row;
+      const size_t logit_row = pass.caught_up[row++].logit_row;
+      if (!pass.accepted.empty()) cached += static_cast<int64_t>(pass.accepted[logit_row].size());
     }
     // Of a reply that was cut, more may be cached than it has.
     cached = std::min(cached, static_cast<int64_t>(sequence.tokens.size()));

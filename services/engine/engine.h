@@ -14,6 +14,7 @@
 #include "kernels/core/device.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/workspace.h"
+#include "services/engine/sampler.h"
 #include "services/engine/scheduler.h"
 #include "services/engine/sequence.h"
 #include "services/kv/sequence_cache.h"
@@ -61,7 +62,9 @@ class Engine {
   absl::Status TakeLogits(int64_t count);
   absl::Status ScopeOf(absl::Status status) const;
   absl::Status Gather(std::span<const StepPart> parts, Pass& pass);
+  static void GatherPromptRows(Sequence& sequence, int64_t first_row, int64_t count, Pass& pass);
   absl::Status Sample(Pass& pass);
+  SamplerModel SamplerModelOf() const;
   static void Commit(Pass& pass, uint64_t step);
   int64_t AcceptedLimit(const Sequence& sequence, int64_t num_cached) const;
 

@@ -125,6 +125,43 @@ TEST_F(EngineTest, DigestsAreOfTheLogitsThatATokenWasDrawnFrom) {
   }
 }
 
+TEST_F(EngineTest, PromptLogprobsComeRowByRowWhateverTheChunks) {
+  std::vector<int32_t> prompt = {3};
+  for (int32_t i = 0; i < 19; ++i) prompt.push_back((prompt.back() + (i % 5 == 4 ? 3 : 1)) % 16);
+  SamplingParams sampling;
+  sampling.max_tokens = 2;
+  sampling.top_logprobs = 1;
+  sampling.top_prompt_logprobs = 2;
+  Sequence s = *engine_.Admit("r", prompt, sampling);
+  Sequence* const one = &s;
+  while (!s.is_finished()) ASSERT_TRUE(engine_.Step({&one, 1}).ok());
+  ASSERT_EQ(s.prompt_logprobs.size(), prompt.size() - 1);
+  for (size_t i = 1; i < prompt.size(); ++i) {
+    const kernels::TokenLogprobs& logprobs = s.prompt_logprobs[i - 1];
+    EXPECT_EQ(logprobs.chosen.id, prompt[i]) << i;
+    EXPECT_EQ(logprobs.rank, prompt[i] == (prompt[i - 1] + 1) % 16 ? 1 : 2) << i;
+    ASSERT_EQ(logprobs.top.size(), 2u);
+    EXPECT_EQ(logprobs.top[0].id, (prompt[i - 1] + 1) % 16) << i;
+  }
+  ASSERT_EQ(s.logprobs.size(), 2u);
+  EXPECT_EQ(s.logprobs[0].chosen.id, (prompt.back() + 1) % 16);
+}
+
+TEST_F(EngineTest, RefusesLogprobsOfATooLongPrompt) {
+  class Wide : public CountingForward {
+   public:
+    int64_t max_positions() const override { return 100000; }
+  };
+  Wide wide;
+  Engine engine(&wide, pool_.get(), {}, {});
+  SamplingParams sampling;
+  sampling.top_prompt_logprobs = 0;
+  EXPECT_TRUE(engine.Validate(std::vector<int32_t>(32768, 3), sampling).ok());
+  const absl::Status status = engine.Validate(std::vector<int32_t>(32769, 3), sampling);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("top_prompt_logprobs"), absl::string_view::npos) << status;
+}
+
 // Sequences of a scripted model that gains several tokens in a step.
 class ScriptedEngine {
  public:
@@ -259,6 +296,44 @@ TEST(EngineDraftTest, BatchAndBudgetChangeNothingButTheNumberOfSteps) {
   EXPECT_GT(narrow.num_steps, wide.num_steps);
 }
 
+// Tokens, digests and log probabilities of a reply with a stop token are those of the same reply
+// without it, up to that token: at every position of every step.
+TEST(EngineDraftTest, AStopTokenCutsAReplyAnywhereInAStep) {
+  ScriptedEngine scripted(FourTokens());
+  SamplingParams sampling;
+  sampling.max_tokens = 60;
+  const std::vector<int32_t> prompt = PromptOf(11, 3);
+  const std::vector<int32_t> whole = scripted.Expected(prompt, 60);
+  for (size_t place = 0; place < 60; ++place) {
+    const auto stop = static_cast<size_t>(
+        std::find(whole.begin() + 11, whole.end(), whole[11 + place]) - whole.begin());
+    sampling.stop_token_ids = {whole[11 + place]};
+    for (const int64_t max_tokens : {int64_t{60}, static_cast<int64_t>(stop) - 10}) {
+      sampling.max_tokens = max_tokens;
+      sampling.wants_logits_digests = true;
+      const std::vector<Sequence> ended = scripted.Run({prompt}, sampling);
+      ASSERT_EQ(ended[0].tokens, std::vector<int32_t>(whole.begin(), whole.begin() + stop + 1));
+      ASSERT_EQ(ended[0].finish, FinishReason::kStop);
+      ASSERT_EQ(ended[0].logits_crc32c.size(), stop - 10);
+      ASSERT_EQ(ended[0].num_draws, stop - 10);
+    }
+  }
+}
+
+TEST(EngineDraftTest, WhoseLogitsAreChangedGainsOneTokenInAStep) {
+  ScriptedEngine plain(FourTokens());
+  ScriptedEngine biased(FourTokens());
+  SamplingParams sampling;
+  sampling.max_tokens = 40;
+  const std::vector<int32_t> prompt = PromptOf(11, 3);
+  const std::vector<Sequence> a = plain.Run({prompt}, sampling);
+  sampling.logit_bias = {{5, 1.0f}};
+  const std::vector<Sequence> b = biased.Run({prompt}, sampling);
+  EXPECT_EQ(a[0].tokens, b[0].tokens);
+  EXPECT_LT(plain.num_steps, 30);
+  EXPECT_EQ(biased.num_steps, 40);
+}
+
 TEST(EngineDraftTest, ALostPageFailsTheStepAndAdvancesNothing) {
   ScriptedEngine scripted(FourTokens());
   SamplingParams sampling;
@@ -303,6 +378,7 @@ INSTANTIATE_TEST_SUITE_P(
                     BadInput{"negative id", {-1}, {}, "id -1"},
                     BadInput{"longer than the model", std::vector<int32_t>(600, 2), {}, "600"},
                     BadInput{"no output", {1}, {.max_tokens = 0}, "max_tokens"},
+                    BadInput{"stop token", {1}, {.stop_token_ids = {16}}, "stop_token_ids"},
                     BadInput{"NaN temperature", {1}, {.temperature = kNan}, "temperature"},
                     BadInput{
                         "infinite temperature", {1}, {.temperature = kInfinity}, "temperature"},

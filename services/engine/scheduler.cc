@@ -6,6 +6,9 @@
 namespace isthmus::engine {
 namespace {
 
+// Of a prompt whose log probabilities are wanted, in one step.
+constexpr int64_t kMostLogprobRows = 64;
+
 bool IsReply(const Sequence& sequence) {
   return sequence.num_output_tokens() > 0 && sequence.num_pending() == 1;
 }
@@ -15,6 +18,8 @@ int64_t MostRows(const Sequence& sequence, int64_t chunk_tokens) {
   int64_t rows = std::min(chunk_tokens, sequence.num_pending());
   const int64_t to_boundary = sequence.wanted_boundary - sequence.cache.num_tokens();
   if (to_boundary > 0) rows = std::min(rows, to_boundary);
+  // Each of these rows has logits of its own, as many as the vocabulary has tokens.
+  if (sequence.lacks_prompt_logprobs()) rows = std::min(rows, kMostLogprobRows);
   return rows;
 }
 

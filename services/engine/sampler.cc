@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/engine/sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/core/workspace.h"
+#include "kernels/logit_edits/logit_edits.h"
+#include "kernels/sampling/sampling.h"
+#include "services/base/crc32c.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::engine {
+namespace {
+
+template <typename Value>
+absl::Status Refuse(absl::string_view field, Value value, absl::string_view want) {
+  return absl::InvalidArgumentError(absl::StrCat(field, ": is ", value, ", want ", want));
+}
+
+// Written so that a NaN fails.
+absl::Status CheckRange(absl::string_view field, double value, double least, double most) {
+  if (value >= least && value <= most) return absl::OkStatus();
+  return Refuse(field, value, absl::StrCat(least, " to ", most));
+}
+
+absl::Status CheckIds(absl::string_view field, std::vector<int32_t> ids, int64_t most,
+                      int64_t vocab_size) {
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(field, ": has ", ids.size(), " entries, want at most ", most));
+  }
+  for (const int32_t id : ids) {
+    if (id >= 0 && id < vocab_size) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(field, ": has token ", id, ", the vocabulary has ", vocab_size));
+  }
+  std::ranges::sort(ids);
+  const auto twice = std::ranges::adjacent_find(ids);
+  if (twice == ids.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(field, ": has token ", *twice, " twice"));
+}
+
+absl::Status CheckLists(const SamplingParams& sampling, const SamplerModel& model) {
+  std::vector<int32_t> biased;
+  for (const kernels::LogitBias& bias : sampling.logit_bias) biased.push_back(bias.id);
+  ISTHMUS_RETURN_IF_ERROR(CheckIds("logit_bias", biased, kMaxLogitBiases, model.vocab_size));
+  for (const kernels::LogitBias& bias : sampling.logit_bias) {
+    ISTHMUS_RETURN_IF_ERROR(
+        CheckRange(absl::StrCat("logit_bias[", bias.id, "]"), bias.bias, -100.0, 100.0));
+  }
+  ISTHMUS_RETURN_IF_ERROR(
+      CheckIds("banned_token_ids", sampling.banned_token_ids, kMaxBannedTokens, model.vocab_size));
+  ISTHMUS_RETURN_IF_ERROR(
+      CheckIds("stop_token_ids", sampling.stop_token_ids, kMaxStopTokens, model.vocab_size));
+  for (const int32_t id : sampling.banned_token_ids) {
+    if (std::ranges::find(biased, id) == biased.end()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("banned_token_ids: has token ", id, ", which logit_bias has as well"));
+  }
+  // What min_tokens keeps from being drawn counts as well, for it may be all that is left.
+  std::vector<int32_t> never = sampling.banned_token_ids;
+  if (sampling.min_tokens > 1) {
+    never.insert(never.end(), sampling.stop_token_ids.begin(), sampling.stop_token_ids.end());
+    if (!sampling.ignores_end_token) never.push_back(model.end_token_id);
+  }
+  std::ranges::sort(never);
+  const auto rest = std::ranges::unique(never);
+  const int64_t num_never = rest.begin() - never.begin();
+  if (num_never < model.vocab_size) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("banned_token_ids: leaves no token of the ",
+                                                 model.vocab_size, " of the vocabulary"));
+}
+
+bool HasEdits(const SamplingParams& sampling) {
+  return sampling.repetition_penalty != 1.0f || sampling.frequency_penalty != 0.0f ||
+         sampling.presence_penalty != 0.0f || !sampling.logit_bias.empty() ||
+         !sampling.banned_token_ids.empty();
+}
+
+// Whether output token number `index` may be one that ends the reply.
+bool MayEnd(const SamplingParams& sampling, int64_t index) {
+  return index + 1 >= sampling.min_tokens;
+}
+
+// What is never drawn as output token number `index`.
+std::vector<int32_t> BannedAt(const SamplingParams& sampling, int64_t index, int32_t end_token_id) {
+  std::vector<int32_t> banned = sampling.banned_token_ids;
+  if (MayEnd(sampling, index)) return banned;
+  banned.insert(banned.end(), sampling.stop_token_ids.begin(), sampling.stop_token_ids.end());
+  if (!sampling.ignores_end_token) banned.push_back(end_token_id);
+  return banned;
+}
+
+// Draws output tokens of one sequence from one row.
+class RowSampler {
+ public:
+  RowSampler(const Sequence& sequence, const kernels::VectorView& logits, const kernels::Exec& exec)
+      : sampling_(sequence.sampling),
+        logits_(logits),
+        edited_(logits),
+        exec_(exec),
+        scope_(exec.workspace) {}
+
+  // Before the first draw. Whoever has edits takes no drafts, so all output is in the sequence.
+  // `index` is that of the output token to be drawn.
+  absl::Status Edit(const Sequence& sequence, int64_t index, int32_t end_token_id) {
+    const std::vector<int32_t> banned = BannedAt(sampling_, index, end_token_id);
+    if (banned.empty() && !HasEdits(sampling_)) return absl::OkStatus();
+    const std::span<const int32_t> tokens = sequence.tokens;
+    const auto num_prompt = static_cast<size_t>(sequence.num_prompt_tokens);
+    auto* copy = scope_.Take<float>(logits_.size);
+    std::copy_n(logits_.f32(), logits_.size, copy);
+    edited_ = kernels::F32Vector(copy, logits_.size);
+    return kernels::EditLogits({.logits = {copy, static_cast<size_t>(logits_.size)},
+                                .prompt_ids = tokens.first(num_prompt),
+                                .output_ids = tokens.subspan(num_prompt),
+                                .repetition_penalty = sampling_.repetition_penalty,
+                                .frequency_penalty = sampling_.frequency_penalty,
+                                .presence_penalty = sampling_.presence_penalty,
+                                .biases = sampling_.logit_bias,
+                                .banned_ids = banned},
+                               exec_);
+  }
+
+  absl::StatusOr<DrawnToken> Draw(uint64_t seed, uint64_t counter) const {
+    DrawnToken drawn;
+    ISTHMUS_ASSIGN_OR_RETURN(drawn.id, kernels::Sample({.logits = edited_,
+                                                        .temperature = sampling_.temperature,
+                                                        .top_p = sampling_.top_p,
+                                                        .top_k = sampling_.top_k,
+                                                        .min_p = sampling_.min_p,
+                                                        .seed = seed,
+                                                        .counter = counter},
+                                                       exec_));
+    if (sampling_.wants_logits_digests) {
+      const auto bytes = static_cast<size_t>(logits_.size) * sizeof(float);
+      drawn.logits_crc32c = Crc32c(logits_.data, bytes);
+    }
+    if (sampling_.top_logprobs.has_value()) {
+      ISTHMUS_ASSIGN_OR_RETURN(
+          drawn.logprobs,
+          kernels::Logprobs(
+              {.logits = logits_, .chosen = drawn.id, .num_top = *sampling_.top_logprobs}, exec_));
+    }
+    return drawn;
+  }
+
+ private:
+  const SamplingParams& sampling_;
+  const kernels::VectorView logits_;
+  kernels::VectorView edited_;  // A copy where the request changes them.
+  const kernels::Exec& exec_;
+  kernels::Workspace::Scope scope_;
+};
+
+}  // namespace
+
+absl::Status ValidateSamplingParams(const SamplingParams& sampling, const SamplerModel& model) {
+  if (sampling.max_tokens < 1) {
+    return Refuse("max_tokens", sampling.max_tokens, "at least 1");
+  }
+  if (sampling.min_tokens < 0 || sampling.min_tokens > sampling.max_tokens) {
+    return Refuse("min_tokens", sampling.min_tokens,
+                  absl::StrCat("0 to max_tokens, which is ", sampling.max_tokens));
+  }
+  ISTHMUS_RETURN_IF_ERROR(kernels::ValidateSampling(sampling.temperature, sampling.top_p,
+                                                    sampling.top_k, sampling.min_p));
+  if (!(sampling.repetition_penalty > 0.0f && sampling.repetition_penalty <= 2.0f)) {
+    return Refuse("repetition_penalty", sampling.repetition_penalty, "above 0, at most 2");
+  }
+  ISTHMUS_RETURN_IF_ERROR(CheckRange("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0));
+  ISTHMUS_RETURN_IF_ERROR(CheckRange("presence_penalty", sampling.presence_penalty, -2.0, 2.0));
+  if (sampling.top_logprobs.has_value()) {
+    ISTHMUS_RETURN_IF_ERROR(CheckRange("top_logprobs", *sampling.top_logprobs, 0, kMaxTopLogprobs));
+  }
+  if (sampling.top_prompt_logprobs.has_value()) {
+    ISTHMUS_RETURN_IF_ERROR(
+        CheckRange("top_prompt_logprobs", *sampling.top_prompt_logprobs, 0, kMaxTopLogprobs));
+  }
+  const auto num_replies = static_cast<int64_t>(sampling.further_seeds.size()) + 1;
+  if (num_replies > kMaxReplies) {
+    return Refuse("num_replies", num_replies, absl::StrCat("1 to ", kMaxReplies));
+  }
+  return CheckLists(sampling, model);
+}
+
+bool TakesDrafts(const Sequence& sequence) {
+  const SamplingParams& sampling = sequence.sampling;
+  return !HasEdits(sampling) && !sampling.top_logprobs.has_value() &&
+         MayEnd(sampling, sequence.num_output_tokens());
+}
+
+FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
+                        const SamplerModel& model) {
+  const SamplingParams& sampling = sequence.sampling;
+  const bool is_end = token == model.end_token_id && !sampling.ignores_end_token;
+  const bool is_stop =
+      std::ranges::find(sampling.stop_token_ids, token) != sampling.stop_token_ids.end();
+  if ((is_end || is_stop) && MayEnd(sampling, index)) return FinishReason::kStop;
+  const bool is_full = sequence.num_prompt_tokens + index + 1 >= model.max_positions;
+  if (index + 1 >= sampling.max_tokens || is_full) return FinishReason::kLength;
+  return FinishReason::kNone;
+}
+
+absl::StatusOr<Gain> DrawTokens(const Sequence& sequence, std::span<const int32_t> drafted,
+                                const kernels::VectorView& logits, const SamplerModel& model,
+                                const kernels::Exec& exec) {
+  Gain gain;
+  const int64_t first = sequence.num_output_tokens();
+  for (size_t i = 0; i < drafted.size(); ++i) {
+    gain.tokens.push_back({.id = drafted[i]});
+    gain.finish = FinishWith(sequence, drafted[i], first + static_cast<int64_t>(i), model);
+    if (gain.finish != FinishReason::kNone) return gain;
+  }
+  RowSampler sampler(sequence, logits, exec);
+  const int64_t index = first + static_cast<int64_t>(drafted.size());
+  ISTHMUS_RETURN_IF_ERROR(sampler.Edit(sequence, index, model.end_token_id));
+  const uint64_t counter = sequence.num_draws + gain.tokens.size();
+  ISTHMUS_ASSIGN_OR_RETURN(DrawnToken drawn, sampler.Draw(sequence.sampling.seed, counter));
+  gain.finish = FinishWith(sequence, drawn.id, index, model);
+  gain.tokens.push_back(std::move(drawn));
+  if (first > 0) return gain;
+  for (const uint64_t seed : sequence.sampling.further_seeds) {
+    ISTHMUS_ASSIGN_OR_RETURN(DrawnToken further, sampler.Draw(seed, counter));
+    gain.further.push_back(std::move(further));
+  }
+  return gain;
+}
+
+void Append(Gain gain, Sequence& sequence) {
+  for (DrawnToken& drawn : gain.tokens) {
+    sequence.tokens.push_back(drawn.id);
+    if (sequence.sampling.wants_logits_digests) {
+      sequence.logits_crc32c.push_back(drawn.logits_crc32c);
+    }
+    if (sequence.sampling.top_logprobs.has_value()) {
+      sequence.logprobs.push_back(std::move(drawn.logprobs));
+    }
+  }
+  sequence.num_draws += gain.tokens.size();
+  sequence.finish = gain.finish;
+  for (DrawnToken& drawn : gain.further) sequence.further_first.push_back(std::move(drawn));
+}
+
+}  // namespace isthmus::engine

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a row of logits and what a request says about its tokens to the next token, what is told
+// about it, and whether it is the last one. A step may yield several tokens, drafted ones first:
+// whatever ends a reply ends it at the first token that fits, and nothing behind that is kept.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/core/exec.h"
+#include "kernels/core/tensor.h"
+#include "services/engine/sequence.h"
+
+namespace isthmus::engine {
+
+inline constexpr int64_t kMaxLogitBiases = 1024;
+inline constexpr int64_t kMaxBannedTokens = 1024;
+inline constexpr int64_t kMaxStopTokens = 64;
+inline constexpr int32_t kMaxTopLogprobs = 20;
+inline constexpr int64_t kMaxReplies = 16;
+// Of a prompt whose log probabilities are wanted.
+inline constexpr int64_t kMaxLogprobPromptTokens = 32768;
+
+// What of the model the sampler knows.
+struct SamplerModel {
+  int64_t vocab_size = 0;
+  int64_t max_positions = 0;
+  int32_t end_token_id = 1;
+};
+
+// InvalidArgument names the field with its value and what is allowed: numbers that are not finite
+// or out of range, ids outside the vocabulary, lists that are too long or name an id twice, a least
+// length above the longest, bans that leave no token.
+absl::Status ValidateSamplingParams(const SamplingParams& sampling, const SamplerModel& model);
+
+// Whether tokens that the forward pass drafts are what the sampler would draw. They are not where
+// it draws from other logits than the model's, may not yet end the reply, or has to say something
+// about every row: such sequences gain one token in a step.
+bool TakesDrafts(const Sequence& sequence);
+
+// How the reply ends with `token` as its output token number `index`, from 0 on: kNone when it goes
+// on. Where a stop and a limit meet, it is the stop.
+FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
+                        const SamplerModel& model);
+
+// What a sequence gains in one step.
+struct Gain {
+  std::vector<DrawnToken> tokens;
+  FinishReason finish = FinishReason::kNone;
+  // With the first token: those of the replies that share the prompt, in the order of
+  // SamplingParams::further_seeds.
+  std::vector<DrawnToken> further;
+};
+
+// `drafted`: tokens that the forward pass has accepted already; `logits`: the row behind the last
+// of them, [vocab], which is not changed. InvalidArgument: the row has no finite logit.
+absl::StatusOr<Gain> DrawTokens(const Sequence& sequence, std::span<const int32_t> drafted,
+                                const kernels::VectorView& logits, const SamplerModel& model,
+                                const kernels::Exec& exec);
+
+// Writes what was gained into the sequence.
+void Append(Gain gain, Sequence& sequence);
+
+}  // namespace isthmus::engine
