@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/kv/sequence_cache.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "services/base/check.h"
 #include "services/base/status_macros.h"
+#include "services/kv/page_copy.h"
 
 namespace isthmus::kv {
 
@@ -22,6 +24,7 @@ SequenceCache& SequenceCache::operator=(SequenceCache&& other) noexcept {
   slot_ = std::exchange(other.slot_, -1);
   num_tokens_ = std::exchange(other.num_tokens_, 0);
   capacity_tokens_ = std::exchange(other.capacity_tokens_, 0);
+  num_shared_tokens_ = std::exchange(other.num_shared_tokens_, 0);
   pages_ = std::exchange(other.pages_, {});
   addresses_ = std::exchange(other.addresses_, {});
   return *this;
@@ -29,35 +32,73 @@ SequenceCache& SequenceCache::operator=(SequenceCache&& other) noexcept {
 
 SequenceCache::~SequenceCache() { Close(); }
 
+void SequenceCache::AddPage(int kind, int32_t page) {
+  pages_[static_cast<size_t>(kind)].push_back(page);
+  addresses_[static_cast<size_t>(kind)].push_back(
+      pool_->pages(static_cast<CacheKindIndex>(kind)).address(page));
+}
+
 absl::Status SequenceCache::Reserve(int64_t num_tokens) {
   ISTHMUS_CHECK(is_open());
   if (num_tokens <= capacity_tokens_) return absl::OkStatus();
-  std::array<std::vector<int32_t>, kNumPagedKinds> added;
+  std::array<int64_t, kNumPagedKinds> counts{};
   for (int k = 0; k < kNumPagedKinds; ++k) {
     const auto kind = static_cast<CacheKindIndex>(k);
-    const int64_t wanted =
-        pool_->layout().PagesFor(kind, num_tokens) - static_cast<int64_t>(pages_[kind].size());
-    if (wanted <= 0) continue;
-    absl::StatusOr<std::vector<int32_t>> taken = pool_->pages(kind).Take(wanted);
-    if (!taken.ok()) {
-      for (int earlier = 0; earlier < k; ++earlier) {
-        for (int32_t page : added[earlier]) {
-          pool_->pages(static_cast<CacheKindIndex>(earlier)).Release(page);
-        }
-      }
-      return taken.status();
-    }
-    added[kind] = *std::move(taken);
+    counts[kind] = std::max<int64_t>(
+        0, pool_->layout().PagesFor(kind, num_tokens) - static_cast<int64_t>(pages_[kind].size()));
   }
+  ISTHMUS_ASSIGN_OR_RETURN(const CachePool::Pages added, pool_->Take(counts));
   for (int k = 0; k < kNumPagedKinds; ++k) {
-    for (int32_t page : added[k]) {
-      pages_[k].push_back(page);
-      addresses_[k].push_back(pool_->pages(static_cast<CacheKindIndex>(k)).address(page));
-    }
+    for (const int32_t page : added[static_cast<size_t>(k)]) AddPage(k, page);
   }
   const int64_t page_tokens = pool_->layout().geometry.page_tokens;
   capacity_tokens_ = (num_tokens + page_tokens - 1) / page_tokens * page_tokens;
   return absl::OkStatus();
+}
+
+absl::Status SequenceCache::Adopt(PrefixHit hit) {
+  ISTHMUS_CHECK(is_open() && capacity_tokens_ == 0);
+  const int64_t page_tokens = pool_->layout().geometry.page_tokens;
+  const int64_t num_full = hit.num_tokens / page_tokens;
+  for (int k = 0; k < kNumPagedKinds; ++k) {
+    std::vector<HeldPage>& pages = hit.pages[static_cast<size_t>(k)];
+    for (int64_t page = 0; page < num_full && !pages.empty(); ++page) {
+      AddPage(k, pages[static_cast<size_t>(page)].Detach());
+    }
+  }
+  capacity_tokens_ = num_full * page_tokens;
+  num_shared_tokens_ = capacity_tokens_;
+  const absl::Status status = CopyEnd(hit);
+  if (!status.ok()) {
+    Reset();
+    return status;
+  }
+  if (hit.snapshot.is_held()) num_tokens_ = hit.num_tokens;
+  return absl::OkStatus();
+}
+
+// The part of a page at the end of a hit, and its snapshot.
+absl::Status SequenceCache::CopyEnd(const PrefixHit& hit) {
+  const int64_t rest = hit.num_tokens - capacity_tokens_;
+  if (rest > 0) {
+    const auto index = static_cast<size_t>(capacity_tokens_ / pool_->layout().geometry.page_tokens);
+    ISTHMUS_RETURN_IF_ERROR(Reserve(hit.num_tokens));
+    for (int k = 0; k < kNumPagedKinds; ++k) {
+      const auto kind = static_cast<CacheKindIndex>(k);
+      if (hit.pages[kind].empty()) continue;
+      ISTHMUS_RETURN_IF_ERROR(CopyEntries(pool_->pages(kind), pool_->layout().kinds[kind], rest,
+                                          hit.pages[kind][index].page(), pages_[kind][index]));
+    }
+  }
+  if (!hit.snapshot.is_held()) return absl::OkStatus();
+  return CopyBytes(*pool_->snapshots_, hit.snapshot.page(), pool_->slots(), slot_,
+                   SnapshotBytes(pool_->layout()));
+}
+
+PrefixIndex::PageLists SequenceCache::page_lists() const {
+  PrefixIndex::PageLists lists;
+  for (size_t k = 0; k < lists.size(); ++k) lists[k] = pages_[k];
+  return lists;
 }
 
 absl::Status SequenceCache::SetNumTokens(int64_t num_tokens) {
@@ -89,6 +130,7 @@ void SequenceCache::Reset() {
   }
   num_tokens_ = 0;
   capacity_tokens_ = 0;
+  num_shared_tokens_ = 0;
   // A device that cannot even do this fails the next step, which can say so.
   (void)pool_->slots().Clear(slot_);
 }
@@ -103,7 +145,8 @@ void SequenceCache::Close() {
 
 absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLayout& layout,
                                                              int64_t num_tokens,
-                                                             int32_t num_sequences, int device) {
+                                                             int32_t num_sequences, int device,
+                                                             const PrefixOptions& prefixes) {
   if (num_tokens <= 0 || num_sequences <= 0) {
     return absl::InvalidArgumentError(absl::StrCat("cache pool: num_tokens ", num_tokens,
                                                    ", num_sequences ", num_sequences,
@@ -119,7 +162,66 @@ absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLa
   }
   ISTHMUS_ASSIGN_OR_RETURN(
       pool->slots_, PagePool::Create("state_slot", layout.state_slot_bytes, num_sequences, device));
+  ISTHMUS_RETURN_IF_ERROR(pool->CreatePrefixes(prefixes, num_tokens));
   return pool;
+}
+
+absl::Status CachePool::CreatePrefixes(const PrefixOptions& options, int64_t num_tokens) {
+  if (options.num_snapshots == 0) return absl::OkStatus();
+  if (options.num_snapshots < 0 || options.tails < 1 || options.snapshot_interval < 1 ||
+      options.snapshot_interval % kPrefixBlockTokens != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "prefix cache: num_snapshots ", options.num_snapshots, ", tails ", options.tails,
+        ", snapshot_interval ", options.snapshot_interval,
+        "; the first must not be negative, the second positive, the third a multiple of ",
+        kPrefixBlockTokens));
+  }
+  ISTHMUS_ASSIGN_OR_RETURN(snapshots_, PagePool::Create("snapshot", SnapshotBytes(layout_),
+                                                        options.num_snapshots, device()));
+  PrefixIndex::Pools pools;
+  for (size_t k = 0; k < pages_.size(); ++k) pools.pages[k] = pages_[k].get();
+  pools.snapshots = snapshots_.get();
+  // As many as the pages have room for, rounded up to whole pages.
+  const int64_t max_blocks = (num_tokens + layout_.geometry.page_tokens) / kPrefixBlockTokens;
+  prefixes_ = std::make_unique<PrefixIndex>(layout_, pools, options, max_blocks);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CachePool::Pages> CachePool::Take(
+    const std::array<int64_t, kNumPagedKinds>& counts) {
+  MutexLock lock(take_mutex_);
+  bool must_evict = false;
+  for (size_t k = 0; k < counts.size(); ++k) {
+    const PagePool& pool = *pages_[k];
+    if (counts[k] > pool.num_available()) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("page pool ", layout_.kinds[k].name, ": ", counts[k], " pages wanted, ",
+                       pool.num_available(), " of ", pool.num_pages(), " free or evictable"));
+    }
+    must_evict = must_evict || counts[k] > pool.num_free();
+  }
+  // What a look-up has found meanwhile cannot be evicted any more: Take says so below.
+  if (must_evict) prefixes_->EvictUntil(counts);
+  Pages pages;
+  for (size_t k = 0; k < counts.size(); ++k) {
+    absl::StatusOr<std::vector<int32_t>> taken = pages_[k]->Take(counts[k]);
+    if (!taken.ok()) {
+      for (size_t earlier = 0; earlier < k; ++earlier) {
+        for (const int32_t page : pages[earlier]) pages_[earlier]->Release(page);
+      }
+      return taken.status();
+    }
+    pages[k] = *std::move(taken);
+  }
+  return pages;
+}
+
+absl::StatusOr<HeldPage> CachePool::TakeSnapshot(const SequenceCache& cache) {
+  ISTHMUS_CHECK(cache.num_tokens() % kPrefixBlockTokens == 0);
+  ISTHMUS_ASSIGN_OR_RETURN(HeldPage snapshot, prefixes_->TakeSnapshot());
+  ISTHMUS_RETURN_IF_ERROR(
+      CopyBytes(*slots_, cache.slot(), *snapshots_, snapshot.page(), SnapshotBytes(layout_)));
+  return snapshot;
 }
 
 absl::StatusOr<SequenceCache> CachePool::Open() {
@@ -133,6 +235,7 @@ absl::StatusOr<SequenceCache> CachePool::Open() {
 void CachePool::CheckConservation() const {
   for (const auto& pool : pages_) pool->CheckConservation();
   slots_->CheckConservation();
+  if (prefixes_ != nullptr) prefixes_->CheckConservation();
 }
 
 }  // namespace isthmus::kv

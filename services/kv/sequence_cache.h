@@ -12,7 +12,9 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/core/kv_layout.h"
+#include "services/base/mutex.h"
 #include "services/kv/page_pool.h"
+#include "services/kv/prefix_index.h"
 
 namespace isthmus::kv {
 
@@ -39,7 +41,20 @@ class SequenceCache {
   int32_t slot() const { return slot_; }
 
   // Room for `num_tokens` tokens in every paged kind, all or nothing; ResourceExhausted otherwise.
+  // Pages that the prefix index alone holds are evicted for it.
   absl::Status Reserve(int64_t num_tokens);
+
+  // Begins an empty sequence with what was found. Full pages are shared and never written; a page
+  // that the hit ends inside is copied. With a snapshot the cache holds hit.num_tokens tokens
+  // afterwards; without one it has their pages and no tokens, since the state comes from elsewhere.
+  // On an error it is empty again. ResourceExhausted: no page for the copy.
+  absl::Status Adopt(PrefixHit hit);
+
+  // Tokens, from the start, whose pages may have other holders: they are never written.
+  int64_t num_shared_tokens() const { return num_shared_tokens_; }
+
+  // Page indices of all paged kinds.
+  PrefixIndex::PageLists page_lists() const;
 
   // Says that the cache now holds `num_tokens` tokens: after a step, or after a transfer filled it.
   // InvalidArgument beyond the capacity.
@@ -55,11 +70,14 @@ class SequenceCache {
  private:
   friend class CachePool;
   void Close();
+  void AddPage(int kind, int32_t page);
+  absl::Status CopyEnd(const PrefixHit& hit);
 
   CachePool* pool_ = nullptr;
   int32_t slot_ = -1;
   int64_t num_tokens_ = 0;
   int64_t capacity_tokens_ = 0;
+  int64_t num_shared_tokens_ = 0;
   std::array<std::vector<int32_t>, kernels::kNumPagedKinds> pages_;
   std::array<std::vector<std::byte*>, kernels::kNumPagedKinds> addresses_;
 };
@@ -68,11 +86,13 @@ class SequenceCache {
 class CachePool {
  public:
   // Pages for `num_tokens` tokens in all and state slots for `num_sequences` sequences. A kind
-  // that no layer has gets no pages. `device`: as in page_pool.h.
+  // that no layer has gets no pages. `device`: as in page_pool.h. `prefixes`: besides, a prefix
+  // index with its snapshots. InvalidArgument names the option that is out of range.
   static absl::StatusOr<std::unique_ptr<CachePool>> Create(const kernels::KvLayout& layout,
                                                            int64_t num_tokens,
                                                            int32_t num_sequences,
-                                                           int device = kHostMemory);
+                                                           int device = kHostMemory,
+                                                           const PrefixOptions& prefixes = {});
 
   // An empty sequence with a cleared state slot; ResourceExhausted when no slot is free.
   absl::StatusOr<SequenceCache> Open();
@@ -84,15 +104,31 @@ class CachePool {
   // State slots are pages of a pool of their own: page index = slot, page_bytes = slot bytes.
   PagePool& slots() { return *slots_; }
 
-  // Checks every pool (page_pool.h).
+  // Null when there is none.
+  PrefixIndex* prefixes() { return prefixes_.get(); }
+  const PrefixIndex* prefixes() const { return prefixes_.get(); }
+
+  // A copy of a sequence's state, which stands at the end of a block, for PrefixIndex::AddSnapshot.
+  // ResourceExhausted: every snapshot is being copied.
+  absl::StatusOr<HeldPage> TakeSnapshot(const SequenceCache& cache);
+
+  // Checks every pool (page_pool.h) and the prefix index.
   void CheckConservation() const;
 
  private:
+  using Pages = std::array<std::vector<int32_t>, kernels::kNumPagedKinds>;
+  friend class SequenceCache;
+
   explicit CachePool(const kernels::KvLayout& layout) : layout_(layout) {}
+  absl::Status CreatePrefixes(const PrefixOptions& options, int64_t num_tokens);
+  absl::StatusOr<Pages> Take(const std::array<int64_t, kernels::kNumPagedKinds>& counts);
 
   const kernels::KvLayout layout_;
   std::array<std::unique_ptr<PagePool>, kernels::kNumPagedKinds> pages_;
   std::unique_ptr<PagePool> slots_;
+  std::unique_ptr<PagePool> snapshots_;
+  std::unique_ptr<PrefixIndex> prefixes_;  // After the pools, which it gives pages back to.
+  Mutex take_mutex_;                       // Whoever takes, from seeing what is there to having it.
 };
 
 }  // namespace isthmus::kv
