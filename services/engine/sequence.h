@@ -10,6 +10,7 @@
 #include "kernels/logit_edits/logit_edits.h"
 #include "kernels/logprobs/logprobs.h"
 #include "services/base/urgency.h"
+#include "services/engine/admission.h"
 #include "services/kv/sequence_cache.h"
 
 namespace isthmus::engine {
@@ -87,6 +88,10 @@ struct Sequence {
   std::vector<DrawnToken> further_first;
   // Who goes first: of the router's choice.
   Urgency urgency;
+  // Its line in the book of those that share the pool, where there is one (admission.h).
+  Admission::Claim claim;
+  // Tokens that were cached when its pages were taken away: up to here a step recomputes.
+  int64_t num_once_cached = 0;
   // No step goes past so many cached tokens, so that one ends there; not ahead: none is wanted.
   int64_t wanted_boundary = 0;
   // Number of the engine's step that it last took part in.

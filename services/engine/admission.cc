@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "services/engine/admission.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "services/base/check.h"
+#include "services/base/status_macros.h"
+
+namespace isthmus::engine {
+
+void OutputLengths::Add(int64_t num_output_tokens) {
+  if (lengths_.size() < kMaxLengths) {
+    lengths_.push_back(num_output_tokens);
+  } else {
+    sorted_.erase(std::ranges::lower_bound(sorted_, lengths_[next_]));
+    lengths_[next_] = num_output_tokens;
+    next_ = (next_ + 1) % kMaxLengths;
+  }
+  sorted_.insert(std::ranges::upper_bound(sorted_, num_output_tokens), num_output_tokens);
+}
+
+int64_t OutputLengths::Expect(int64_t num_output_tokens, int64_t max_output_tokens,
+                              const AdmissionOptions& options) const {
+  int64_t expected = 2 * num_output_tokens;
+  const auto longer = std::ranges::upper_bound(sorted_, num_output_tokens);
+  if (sorted_.empty()) {
+    expected = static_cast<int64_t>(
+        std::ceil(options.first_output_share * static_cast<double>(max_output_tokens)));
+  } else if (longer != sorted_.end()) {
+    const auto last = static_cast<double>(sorted_.end() - longer - 1);
+    expected = longer[static_cast<int64_t>(std::ceil(options.expected_output_quantile * last))];
+  }
+  return std::min(std::max(expected, num_output_tokens + 1), max_output_tokens);
+}
+
+// The numbers change while a sequence runs, under no lock; the rest never.
+struct Admission::Line {
+  Demand demand;
+  std::atomic<int64_t> num_held_tokens = 0;
+  std::atomic<int64_t> num_output_tokens = 0;
+  std::atomic<bool> is_preempted = false;
+};
+
+Admission::Admission(kv::CachePool* pool, const AdmissionOptions& options)
+    : pool_(pool), options_(options) {}
+
+Admission::~Admission() { ISTHMUS_CHECK(lines_.empty()); }
+
+Admission::Claim::Claim(Claim&& other) noexcept { *this = std::move(other); }
+
+Admission::Claim& Admission::Claim::operator=(Claim&& other) noexcept {
+  std::swap(admission_, other.admission_);
+  std::swap(line_, other.line_);
+  return *this;
+}
+
+Admission::Claim::~Claim() {
+  if (!is_open()) return;
+  MutexLock lock(admission_->mutex_);
+  std::erase(admission_->lines_, line_.get());
+}
+
+void Admission::Claim::SetTokens(int64_t num_held_tokens, int64_t num_output_tokens) {
+  if (!is_open()) return;
+  line_->num_held_tokens = num_held_tokens;
+  line_->num_output_tokens = num_output_tokens;
+  line_->is_preempted = false;
+}
+
+void Admission::Claim::SetPreempted() {
+  if (!is_open()) return;
+  line_->num_held_tokens = 0;
+  line_->is_preempted = true;
+}
+
+absl::Status Admission::Claim::CheckResume() const {
+  if (!is_open()) return absl::OkStatus();
+  MutexLock lock(admission_->mutex_);
+  ISTHMUS_RETURN_IF_ERROR(admission_->CheckTurnLocked(*line_));
+  return admission_->CheckRoomLocked(*line_);
+}
+
+void Admission::Claim::NoteEnd(int64_t num_output_tokens) const {
+  if (!is_open()) return;
+  MutexLock lock(admission_->mutex_);
+  admission_->lengths_.Add(num_output_tokens);
+}
+
+int64_t Admission::FinalTokensLocked(const Line& line) const {
+  return line.demand.num_prompt_tokens +
+         lengths_.Expect(line.num_output_tokens, line.demand.max_output_tokens, options_);
+}
+
+absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
+  auto line = std::make_shared<Line>();
+  line->demand = demand;
+  MutexLock lock(mutex_);
+  ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(*line));
+  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(*line));
+  line->num_held_tokens = demand.num_prompt_tokens + 1;
+  lines_.push_back(line.get());
+  Claim claim;
+  claim.admission_ = this;
+  claim.line_ = std::move(line);
+  return claim;
+}
+
+// Those that wait to be resumed count only by going first. Among equals they go before newcomers,
+// and any of them may be the first.
+absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
+  int64_t num_preempted = 0;
+  for (const Line* line : lines_) {
+    if (line == &newcomer || !line->is_preempted) continue;
+    ++num_preempted;
+    const bool goes_first = newcomer.is_preempted
+                                ? GoesBefore(line->demand.urgency, newcomer.demand.urgency)
+                                : !GoesBefore(newcomer.demand.urgency, line->demand.urgency);
+    if (goes_first) {
+      return absl::ResourceExhaustedError("a sequence that was preempted goes first");
+    }
+  }
+  if (newcomer.is_preempted || num_preempted < pool_->slots().num_pages()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(num_preempted, " sequences are preempted, want ",
+                                                   "fewer than ", pool_->slots().num_pages()));
+}
+
+// What the others hold is no longer free; what they will grow by is added up here.
+absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
+  int64_t num_growing = 0;
+  std::array<int64_t, kernels::kNumPagedKinds> growth{};
+  for (const Line* line : lines_) {
+    if (line == &newcomer || line->is_preempted) continue;
+    ++num_growing;
+    const int64_t final_tokens = FinalTokensLocked(*line);
+    for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
+      const auto kind = static_cast<kernels::CacheKindIndex>(k);
+      const int64_t more = pool_->layout().PagesFor(kind, final_tokens) -
+                           pool_->layout().PagesFor(kind, line->num_held_tokens);
+      growth[k] += std::max<int64_t>(more, 0);
+    }
+  }
+  for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
+    const auto kind = static_cast<kernels::CacheKindIndex>(k);
+    const int64_t wanted = pool_->layout().PagesFor(kind, FinalTokensLocked(newcomer));
+    const int64_t available = pool_->pages(kind).num_free();
+    if (wanted + growth[k] <= available) continue;
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "page pool ", pool_->layout().kinds[k].name, ": ", wanted, " pages are expected to be ",
+        "wanted, ", available, " of ", pool_->pages(kind).num_pages(), " are available, of which ",
+        num_growing, " other sequences will want ", growth[k]));
+  }
+  if (pool_->slots().num_free() > 0) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("all ", pool_->slots().num_pages(), " state slots are taken"));
+}
+
+}  // namespace isthmus::engine

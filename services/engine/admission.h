@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether one more sequence may have pages: what all others hold, and what they are expected to
+// grow by, must leave room for it in every pool. Sequences take their output's pages as they grow,
+// so an expectation that was too small ends in a preemption, never in a failure.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "services/base/mutex.h"
+#include "services/base/urgency.h"
+#include "services/kv/sequence_cache.h"
+
+namespace isthmus::engine {
+
+struct AdmissionOptions {
+  // Which quantile of the lengths of recent replies a reply is expected to have. 0 to 1.
+  double expected_output_quantile = 0.8;
+  // Before the first reply has ended: this share of the longest length that it may have. 0 to 1.
+  double first_output_share = 0.5;
+};
+
+// The lengths of the last replies that ended, at most kMaxLengths. Not thread-safe.
+class OutputLengths {
+ public:
+  static constexpr size_t kMaxLengths = 256;
+
+  void Add(int64_t num_output_tokens);
+
+  // How many output tokens a reply that has `num_output_tokens` will have in the end, by those
+  // replies that were longer; one that is longer than all of them may get as long again. More than
+  // it has, and at most `max_output_tokens`.
+  int64_t Expect(int64_t num_output_tokens, int64_t max_output_tokens,
+                 const AdmissionOptions& options) const;
+
+ private:
+  std::vector<int64_t> lengths_;  // In order of time from next_ on, cyclically.
+  std::vector<int64_t> sorted_;
+  size_t next_ = 0;
+};
+
+// What a sequence asks for.
+struct Demand {
+  int64_t num_prompt_tokens = 0;
+  int64_t max_output_tokens = 0;
+  Urgency urgency = {};
+};
+
+// The book of all sequences that hold pages of a pool, or wait to have theirs back. Thread-safe.
+class Admission {
+ private:
+  struct Line;
+
+ public:
+  // `pool` must outlive the admission, and the admission its claims.
+  Admission(kv::CachePool* pool, const AdmissionOptions& options);
+  ~Admission();
+
+  // One sequence's line in the book, while it lives. Move-only; one thread at a time.
+  class Claim {
+   public:
+    Claim() = default;
+    Claim(Claim&& other) noexcept;
+    Claim& operator=(Claim&& other) noexcept;
+    ~Claim();
+
+    bool is_open() const { return admission_ != nullptr; }
+
+    // The sequence has pages for so many tokens, so many of which are output.
+    void SetTokens(int64_t num_held_tokens, int64_t num_output_tokens);
+
+    // It has given its pages back and waits until it may have them again.
+    void SetPreempted();
+
+    // Whether a preempted sequence may have pages for the tokens that it has again, and for those
+    // that are expected. ResourceExhausted names pool, numbers and the reason.
+    absl::Status CheckResume() const;
+
+    // The sequence has come to its end by itself: others are expected to be as long.
+    void NoteEnd(int64_t num_output_tokens) const;
+
+   private:
+    friend class Admission;
+    Admission* admission_ = nullptr;
+    std::shared_ptr<Line> line_;
+  };
+
+  // A claim for a sequence that now takes pages for its prompt and one token. ResourceExhausted,
+  // with the pool's name and numbers: no room now, one that was preempted goes before it, or as
+  // many are preempted as there are state slots.
+  absl::StatusOr<Claim> Admit(const Demand& demand);
+
+ private:
+  absl::Status CheckTurnLocked(const Line& newcomer) const;
+  absl::Status CheckRoomLocked(const Line& newcomer) const;
+  int64_t FinalTokensLocked(const Line& line) const;
+
+  kv::CachePool* const pool_;
+  const AdmissionOptions options_;
+  mutable Mutex mutex_;
+  std::vector<Line*> lines_;  // Guarded by mutex_.
+  OutputLengths lengths_;     // Guarded by mutex_.
+};
+
+}  // namespace isthmus::engine
