@@ -9,6 +9,7 @@
 #include "services/base/check.h"
 #include "services/base/fault.h"
 #include "services/base/status_macros.h"
+#include "services/engine/prefix_reuse.h"
 #include "services/engine/sampler.h"
 
 namespace isthmus::engine {
@@ -65,15 +66,19 @@ absl::Status Engine::Validate(std::span<const int32_t> prompt,
 }
 
 absl::StatusOr<Sequence> Engine::Admit(std::string request_id, std::vector<int32_t> prompt,
-                                       const SamplingParams& sampling) {
+                                       const SamplingParams& sampling, std::string cache_salt) {
   ISTHMUS_RETURN_IF_ERROR(Validate(prompt, sampling));
   Sequence sequence;
   sequence.request_id = std::move(request_id);
   sequence.num_prompt_tokens = static_cast<int64_t>(prompt.size());
   sequence.tokens = std::move(prompt);
   sequence.sampling = sampling;
-  ISTHMUS_ASSIGN_OR_RETURN(sequence.cache, pool_->Open());
-  ISTHMUS_RETURN_IF_ERROR(sequence.cache.Reserve(sequence.num_prompt_tokens + 1));
+  sequence.cache_salt = std::move(cache_salt);
+  ISTHMUS_RETURN_IF_ERROR(OpenWithPrefix(*pool_, sequence.num_prompt_tokens + 1, sequence));
+  sequence.num_reused_tokens = sequence.cache.num_tokens();
+  if (kv::PrefixIndex* const index = pool_->prefixes(); index != nullptr) {
+    index->CountQuery(sequence.num_prompt_tokens, sequence.num_reused_tokens);
+  }
   return sequence;
 }
 
@@ -239,6 +244,7 @@ void Engine::Commit(Pass& pass, uint64_t step) {
     // Of a reply that was cut, more may be cached than it has.
     cached = std::min(cached, static_cast<int64_t>(sequence.tokens.size()));
     ISTHMUS_CHECK(sequence.cache.SetNumTokens(cached).ok());
+    PublishPrefix(*pool_, sequence);
   }
 }
 

@@ -36,12 +36,13 @@ class Engine {
   Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions& options,
          const kernels::Exec& exec);
 
-  // A sequence for `prompt`, with an open cache that has room for the prompt and one token.
+  // A sequence for `prompt`, with an open cache that has room for the prompt and one token, and
+  // that holds already what is known of the prompt under `cache_salt` (prefix_reuse.h).
   // InvalidArgument names the bad field with its value and limit: an empty prompt, an unknown
   // token id, a prompt that leaves no room for output, sampling values out of range.
   // ResourceExhausted: no pages or no state slot.
   absl::StatusOr<Sequence> Admit(std::string request_id, std::vector<int32_t> prompt,
-                                 const SamplingParams& sampling);
+                                 const SamplingParams& sampling, std::string cache_salt = {});
 
   // The checks of Admit alone: what a router or a decode worker can refuse early.
   absl::Status Validate(std::span<const int32_t> prompt, const SamplingParams& sampling) const;
@@ -65,7 +66,7 @@ class Engine {
   static void GatherPromptRows(Sequence& sequence, int64_t first_row, int64_t count, Pass& pass);
   absl::Status Sample(Pass& pass);
   SamplerModel SamplerModelOf() const;
-  static void Commit(Pass& pass, uint64_t step);
+  void Commit(Pass& pass, uint64_t step);
   int64_t AcceptedLimit(const Sequence& sequence, int64_t num_cached) const;
 
   model::Forward* forward_;

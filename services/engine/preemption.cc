@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/status_macros.h"
+#include "services/engine/prefix_reuse.h"
 
 namespace isthmus::engine {
 namespace {
@@ -60,9 +61,8 @@ void Preempt(Sequence& sequence) {
 
 absl::Status Resume(Engine& engine, Sequence& sequence) {
   ISTHMUS_RETURN_IF_ERROR(sequence.claim.CheckResume());
-  ISTHMUS_ASSIGN_OR_RETURN(kv::SequenceCache cache, engine.pool().Open());
-  ISTHMUS_RETURN_IF_ERROR(cache.Reserve(static_cast<int64_t>(sequence.tokens.size()) + 1));
-  sequence.cache = std::move(cache);
+  ISTHMUS_RETURN_IF_ERROR(
+      OpenWithPrefix(engine.pool(), static_cast<int64_t>(sequence.tokens.size()) + 1, sequence));
   sequence.claim.SetTokens(sequence.cache.capacity_tokens(), sequence.num_output_tokens());
   return absl::OkStatus();
 }

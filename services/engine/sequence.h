@@ -9,6 +9,7 @@
 
 #include "kernels/logit_edits/logit_edits.h"
 #include "kernels/logprobs/logprobs.h"
+#include "services/base/prefix_hash.h"
 #include "services/base/urgency.h"
 #include "services/engine/admission.h"
 #include "services/kv/sequence_cache.h"
@@ -70,10 +71,24 @@ struct DrawnToken {
   kernels::TokenLogprobs logprobs = {};  // When wanted.
 };
 
+// What the prefix cache knows of a sequence (prefix_reuse.h). Nothing of it changes the output.
+struct PrefixTrace {
+  PrefixHash root;
+  std::vector<PrefixHash> chain;  // Names of whole blocks, as far as somebody asked.
+  int64_t num_published = 0;      // Blocks.
+  // Tokens after which pages of others end that this one could not go on from; 0: none.
+  int64_t branch = 0;
+};
+
 struct Sequence {
   std::string request_id;
   std::vector<int32_t> tokens;  // The prompt, then the output.
   int64_t num_prompt_tokens = 0;
+  // Prefixes are shared only under the same salt.
+  std::string cache_salt;
+  PrefixTrace prefix;
+  // Prompt tokens that were not computed here, because the cache had them.
+  int64_t num_reused_tokens = 0;
   SamplingParams sampling;
   // Draws made so far, one per output token, drafted ones included, so that it does not matter how
   // many tokens a step gains: with the seed the whole state of the sampler. Travels in the handoff.
