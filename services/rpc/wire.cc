@@ -12,6 +12,37 @@ void ToWire(absl::Duration duration, google::protobuf::Duration* wire) {
   wire->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration % absl::Seconds(1))));
 }
 
+Priority PriorityOf(v1::Priority wire) {
+  switch (wire) {
+    case v1::PRIORITY_HIGH:
+      return Priority::kHigh;
+    case v1::PRIORITY_LOW:
+      return Priority::kLow;
+    default:
+      return Priority::kNormal;
+  }
+}
+
+v1::Priority ToWire(Priority priority) {
+  switch (priority) {
+    case Priority::kHigh:
+      return v1::PRIORITY_HIGH;
+    case Priority::kLow:
+      return v1::PRIORITY_LOW;
+    default:
+      return v1::PRIORITY_NORMAL;
+  }
+}
+
+Urgency UrgencyOf(v1::Priority priority, const google::protobuf::Duration* time_left,
+                  absl::Time now) {
+  Urgency urgency;
+  urgency.priority = PriorityOf(priority);
+  urgency.arrived = now;
+  if (time_left != nullptr) urgency.deadline = now + FromWire(*time_left);
+  return urgency;
+}
+
 absl::string_view RoleName(v1::WorkerRole role) {
   return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
 }

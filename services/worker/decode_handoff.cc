@@ -148,6 +148,8 @@ absl::Status DecodeService::Admit(const v1::HandoffCall& call,
     if (queue == nullptr) return absl::CancelledError("the router's token stream has ended");
     if (*transfer->is_cancelled) return absl::CancelledError("cancelled before it was admitted");
     sequence.cache = std::move(transfer->cache);
+    sequence.claim = std::move(transfer->claim);
+    sequence.urgency = transfer->urgency;
     transfer->state = Transfer::State::kRunning;
   }
   if (sequence.is_finished()) {

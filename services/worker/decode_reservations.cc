@@ -54,10 +54,14 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
 
   auto transfer = std::make_shared<Transfer>();
   transfer->call = call;
+  transfer->urgency = rpc::UrgencyOf(call, worker_->clock().Now());
+  const auto num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
+  ISTHMUS_ASSIGN_OR_RETURN(
+      transfer->claim,
+      worker_->admission().Admit(
+          {num_prompt_tokens, static_cast<int64_t>(call.max_output_tokens()), transfer->urgency}));
   ISTHMUS_ASSIGN_OR_RETURN(transfer->cache, worker_->pool().Open());
-  // Room for the whole sequence now: it cannot run out of pages later.
-  ISTHMUS_RETURN_IF_ERROR(transfer->cache.Reserve(
-      static_cast<int64_t>(call.num_prompt_tokens() + call.max_output_tokens())));
+  ISTHMUS_RETURN_IF_ERROR(transfer->cache.Reserve(num_prompt_tokens + 1));
   v1::KvReservation& reservation = transfer->reservation;
   reservation.set_transfer_id(call.transfer_id());
   reservation.set_worker_incarnation(worker_->identity().worker_incarnation);

@@ -16,7 +16,9 @@ StepLoop::Entry DecodeService::EntryOf(const std::shared_ptr<Transfer>& transfer
   StepLoop::Entry entry;
   entry.sequence = std::move(sequence);
   entry.is_cancelled = transfer->is_cancelled;
+  entry.is_preemptible = true;
   entry.on_step = [this, transfer, queue](const engine::Sequence& running, int64_t num_gained) {
+    if (num_gained == 0) return true;  // What was preempted is being recomputed.
     metrics_->Add(kOutputTokens, static_cast<double>(num_gained));
     if (running.is_finished()) return true;  // The last tokens leave when the pages are free.
     if (!streams_.HasRoom(*queue)) return false;
@@ -46,6 +48,7 @@ void DecodeService::EndSequence(Transfer& transfer, engine::Sequence sequence,
                                 const absl::Status& status, TokenQueue& queue) {
   v1::SequenceTokens message;
   if (status.ok() && sequence.is_finished()) {
+    sequence.claim.NoteEnd(sequence.num_output_tokens());
     SendTokens(transfer, sequence, &message);
     message.set_end(sequence.finish == engine::FinishReason::kStop ? v1::SEQUENCE_END_STOP
                                                                    : v1::SEQUENCE_END_LENGTH);
@@ -62,6 +65,7 @@ void DecodeService::EndSequence(Transfer& transfer, engine::Sequence sequence,
   }
   // Its handoff was in order, so its writer has ended: the pages may be used again at once.
   sequence.cache = kv::SequenceCache();
+  sequence.claim = engine::Admission::Claim();
   {
     MutexLock lock(mutex_);
     const auto entry = transfers_.find(transfer.call.transfer_id());

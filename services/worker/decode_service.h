@@ -30,8 +30,9 @@ class DecodeService {
   DecodeService(Worker* worker, rpc::MetricsExporter* metrics);
   ~DecodeService();
 
-  // The same reservation for the same transfer id. InvalidArgument: no prompt, more tokens than a
-  // sequence may have. ResourceExhausted: no pages or no state slot. Unavailable, scope peer:
+  // The same reservation for the same transfer id. It takes pages for the prompt and one token; the
+  // rest is taken as the reply grows. InvalidArgument: no prompt, more tokens than a sequence may
+  // have. ResourceExhausted: no room now (services/engine/admission.h). Unavailable, scope peer:
   // the router has no token stream here, or draining. Aborted: that transfer has ended here.
   absl::StatusOr<v1::KvReservation> Reserve(const v1::ReserveCall& call);
 
@@ -79,7 +80,9 @@ class DecodeService {
     State state = State::kReserved;
     v1::ReserveCall call;
     v1::KvReservation reservation;
-    kv::SequenceCache cache;  // Empty once running.
+    kv::SequenceCache cache;  // Empty once running, as is the claim.
+    engine::Admission::Claim claim;
+    Urgency urgency;
     absl::Time expires;
     uint64_t digests_verified = 0;
     // Output tokens that were put into the stream or came with the handoff. The loop's alone.

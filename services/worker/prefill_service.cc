@@ -36,6 +36,7 @@ struct PrefillService::Call {
   absl::Duration lease;
   absl::Time last_write;  // No write starts later.
   int64_t num_prompt_tokens = 0;
+  Urgency urgency;
   bool may_land = false;  // Of the call's thread; read once it has ended.
   CancelFlag is_cancelled = std::make_shared<std::atomic<bool>>(false);
 
@@ -78,6 +79,7 @@ absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
   // is left for the reservation's way here.
   state->last_write = state->received + state->lease * 9 / 10;
   state->num_prompt_tokens = call.prompt_token_ids_size();
+  state->urgency = rpc::UrgencyOf(call, state->received);
   const std::string& transfer_id = call.reservation().transfer_id();
   MutexLock lock(mutex_);
   if (is_draining_) return Draining();
@@ -92,7 +94,11 @@ absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
   if (!calls_.emplace(transfer_id, state).second) {
     return absl::AbortedError("transfer_id: another call of this transfer is running");
   }
-  waiting_.push_back(state.get());
+  const auto goes_before = [](const Call* a, const Call* b) {
+    return GoesBefore(a->urgency, b->urgency);
+  };
+  waiting_.insert(std::ranges::upper_bound(waiting_, state.get(), goes_before), state.get());
+  changed_.notify_all();
   return state;
 }
 
@@ -176,7 +182,7 @@ absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCa
                                         : std::min(state.scope.deadline, state.last_write) - now;
     worker_->clock().WaitFor(changed_, lock, patience, [&] {
       return *state.is_cancelled || num_ended_ != num_ended ||
-             (!is_first && waiting_.front() == &state);
+             (waiting_.front() == &state) != is_first;
     });
   }
 }
@@ -184,6 +190,7 @@ absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCa
 absl::Status PrefillService::Submit(engine::Sequence sequence, Call& state) {
   StepLoop::Entry entry;
   entry.sequence = std::move(sequence);
+  entry.sequence.urgency = state.urgency;
   entry.is_cancelled = state.is_cancelled;
   const std::shared_ptr<Call::Progress> progress = state.progress;
   entry.on_step = [progress](const engine::Sequence& running, int64_t num_gained) {

@@ -35,7 +35,7 @@ class PrefillService {
       : worker_(worker), metrics_(metrics) {}
 
   // Blocks the calling thread, which is the one that pushes, until the pages are acknowledged or
-  // given up. Waits its turn while the cache is full.
+  // given up. Waits its turn while the cache is full, the more urgent first (base/urgency.h).
   //
   // InvalidArgument names the bad field. ResourceExhausted: too many calls wait already, or the
   // cache is too small. Unavailable, scope peer: draining or stopping. Aborted, FailedPrecondition,
@@ -83,7 +83,7 @@ class PrefillService {
   mutable Mutex mutex_;
   CondVar changed_;                                     // A call ended, waits, or is cancelled.
   std::map<std::string, std::shared_ptr<Call>> calls_;  // Guarded by mutex_, as all below.
-  std::deque<const Call*> waiting_;                     // For room in the cache, the oldest first.
+  std::deque<const Call*> waiting_;  // For room in the cache, the most urgent first.
   PastTransfers past_;
   uint64_t num_ended_ = 0;  // Calls, since the start.
   bool is_draining_ = false;

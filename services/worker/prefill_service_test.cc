@@ -179,6 +179,35 @@ TEST(PrefillServiceTest, PromptsWaitTheirTurnForRoomUpToABound) {
   }
 }
 
+TEST(PrefillServiceTest, TheMoreUrgentPromptHasTheNextRoom) {
+  WorkerConfig narrow = SlowConfig();
+  narrow.max_sequences = 1;
+  WorkerPair pair(narrow, ScriptedConfig());
+  RunningPrefill first(pair, RequestOf(600, 6, 1));
+  ASSERT_TRUE(ComesTrue([&] { return pair.prefill->pool().slots().num_free() == 0; }));
+  Mutex mutex;
+  std::vector<v1::Priority> order;
+  std::vector<Thread> waiting;
+  int64_t num_calls = 1;
+  for (const v1::Priority priority : {v1::PRIORITY_LOW, v1::PRIORITY_NORMAL, v1::PRIORITY_HIGH}) {
+    waiting.emplace_back(RealClock(), [&, priority] {
+      TestRequest request = RequestOf(300);
+      request.priority = priority;
+      const auto reservation = pair.Reserve(request);
+      ASSERT_TRUE(reservation.ok()) << reservation.status();
+      EXPECT_TRUE(pair.Prefill(request, *reservation).ok());
+      MutexLock lock(mutex);
+      order.push_back(priority);
+    });
+    ++num_calls;
+    ASSERT_TRUE(ComesTrue([&] { return pair.prefill_service->num_calls() == num_calls; }));
+  }
+  EXPECT_TRUE(first.Result().ok());
+  for (Thread& thread : waiting) thread.Join();
+  EXPECT_EQ(order,
+            (std::vector<v1::Priority>{v1::PRIORITY_HIGH, v1::PRIORITY_NORMAL, v1::PRIORITY_LOW}));
+}
+
 TEST(PrefillServiceTest, APromptThatNeverFitsIsRefusedAtOnce) {
   WorkerConfig small = ScriptedConfig();
   small.cache_tokens = 512;

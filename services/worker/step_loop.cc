@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/worker/step_loop.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -8,12 +9,15 @@
 #include "services/base/check.h"
 #include "services/base/fault.h"
 #include "services/base/log.h"
+#include "services/engine/preemption.h"
 
 namespace isthmus::worker {
 namespace {
 
 // An entry or the end wakes an idle loop at once; nothing else has to.
 constexpr absl::Duration kIdleWait = absl::Seconds(30);
+// Pages that reservations or quarantine hold come back without a sign of it.
+constexpr absl::Duration kPagePoll = absl::Milliseconds(5);
 
 absl::Status Stopping() {
   return WithFaultScope(absl::UnavailableError("this worker is stopping"), FaultScope::kPeer);
@@ -65,32 +69,105 @@ absl::Duration StepLoop::stalled_for() const {
 }
 
 void StepLoop::Run() {
-  while (true) {
-    TakeFromInbox();
-    if (inbox_.is_closed()) break;
-    DropCancelled();
-    if (!running_.empty()) StepAll();
-    Touch();
+  while (!inbox_.is_closed()) RunOnce();
+  for (std::vector<Entry>* entries : {&running_, &preempted_}) {
+    for (Entry& entry : *entries) End(entry, Stopping());
+    entries->clear();
   }
-  for (Entry& entry : running_) End(entry, Stopping());
-  running_.clear();
   while (std::optional<Entry> entry = inbox_.PopFor(absl::ZeroDuration())) End(*entry, Stopping());
 }
 
+void StepLoop::RunOnce() {
+  TakeFromInbox();
+  if (inbox_.is_closed()) return;
+  DropCancelled();
+  figures_ = {};
+  ResumePreempted();
+  lacks_pages_ = !MakeRoom();
+  num_preempted_ = static_cast<int64_t>(preempted_.size());
+  if (!lacks_pages_ && !running_.empty()) StepAll();
+  Touch();
+}
+
 void StepLoop::TakeFromInbox() {
+  absl::Duration wait = absl::ZeroDuration();
+  if (running_.empty()) wait = preempted_.empty() ? kIdleWait : kPagePoll;
+  if (lacks_pages_) wait = kPagePoll;
   while (running_.size() < max_batch_) {
-    const absl::Duration wait = running_.empty() ? kIdleWait : absl::ZeroDuration();
     std::optional<Entry> entry = inbox_.PopFor(wait);
     if (!entry.has_value()) return;
     running_.push_back(*std::move(entry));
+    wait = absl::ZeroDuration();
   }
+  // It waits for pages with a full batch.
+  if (wait > absl::ZeroDuration()) clock_.Sleep(wait);
 }
 
 void StepLoop::DropCancelled() {
-  for (Entry& entry : running_) {
-    if (*entry.is_cancelled) End(entry, absl::CancelledError("the sequence was cancelled"));
+  for (std::vector<Entry>* entries : {&running_, &preempted_}) {
+    for (Entry& entry : *entries) {
+      if (*entry.is_cancelled) End(entry, absl::CancelledError("the sequence was cancelled"));
+    }
   }
   RemoveEnded();
+}
+
+// The most urgent first, and none past one that cannot be resumed yet.
+void StepLoop::ResumePreempted() {
+  size_t num_resumed = 0;
+  for (Entry& entry : preempted_) {
+    if (running_.size() >= max_batch_) break;
+    if (!engine::Resume(*engine_, entry.sequence).ok()) break;
+    running_.push_back(std::move(entry));
+    ++num_resumed;
+  }
+  preempted_.erase(preempted_.begin(), preempted_.begin() + static_cast<int64_t>(num_resumed));
+}
+
+// Pages for the next step, at the cost of the less urgent. False: the most urgent one has not got
+// them; what holds them besides are transfers on their way, which end, or are preemptible then.
+bool StepLoop::MakeRoom() {
+  while (!running_.empty()) {
+    std::vector<engine::Sequence*> sequences;
+    for (Entry& entry : running_) sequences.push_back(&entry.sequence);
+    const absl::Status status = engine::ReserveStep(*engine_, sequences);
+    if (!absl::IsResourceExhausted(status)) return true;  // The step will meet any other error.
+    if (PreemptLeastUrgent()) continue;
+    bool has_ended = false;
+    for (Entry& entry : running_) {
+      const absl::Status alone = engine::CheckFitsAlone(*engine_, entry.sequence);
+      if (alone.ok()) continue;
+      End(entry, alone);
+      has_ended = true;
+    }
+    if (!has_ended) return false;
+    RemoveEnded();
+  }
+  return true;
+}
+
+// False: nobody is left to be preempted. The most urgent one never is, so that it can go on.
+bool StepLoop::PreemptLeastUrgent() {
+  const auto goes_before = [](const Entry& a, const Entry& b) {
+    return GoesBefore(a.sequence.urgency, b.sequence.urgency);
+  };
+  const auto first = std::ranges::min_element(running_, goes_before);
+  auto last = running_.end();
+  for (auto it = running_.begin(); it != running_.end(); ++it) {
+    if (!it->is_preemptible || it == first) continue;
+    if (last == running_.end() || !goes_before(*it, *last)) last = it;
+  }
+  if (last == running_.end()) return false;
+  Entry entry = std::move(*last);
+  running_.erase(last);
+  LogInfo("a sequence gives its pages back for a while",
+          {{"request_id", entry.sequence.request_id},
+           {"cached_tokens", entry.sequence.cache.num_tokens()}});
+  engine::Preempt(entry.sequence);
+  ++figures_.num_preemptions;
+  ++num_preemptions_;
+  preempted_.insert(std::ranges::upper_bound(preempted_, entry, goes_before), std::move(entry));
+  return true;
 }
 
 void StepLoop::StepAll() {
@@ -104,7 +181,10 @@ void StepLoop::StepAll() {
       if (!alone.ok()) End(*entry, alone);
     }
   }
-  if (observer_) observer_({clock_.Now() - start, static_cast<int64_t>(entries.size())});
+  figures_.duration = clock_.Now() - start;
+  figures_.num_sequences = static_cast<int64_t>(entries.size());
+  figures_.num_preempted = num_preempted_;
+  if (observer_) observer_(figures_);
   RemoveEnded();
 }
 
@@ -128,8 +208,11 @@ absl::Status StepLoop::StepThese(std::vector<Entry*> entries) {
 
 void StepLoop::FinishStep(Entry& entry, const Before& before) {
   const auto num_gained = static_cast<int64_t>(entry.sequence.tokens.size() - before.num_tokens);
+  const int64_t num_cached = entry.sequence.cache.num_tokens();
   // The step's budget may have left it out.
-  if (num_gained == 0 && entry.sequence.cache.num_tokens() == before.num_cached) return;
+  if (num_gained == 0 && num_cached == before.num_cached) return;
+  figures_.num_recomputed_tokens += std::max<int64_t>(
+      0, std::min(num_cached, entry.sequence.num_once_cached) - before.num_cached);
   const bool goes_on = entry.on_step(entry.sequence, num_gained);
   if (!goes_on || entry.sequence.is_finished()) End(entry, absl::OkStatus());
 }
@@ -141,7 +224,9 @@ void StepLoop::End(Entry& entry, const absl::Status& status) {
 }
 
 void StepLoop::RemoveEnded() {
-  std::erase_if(running_, [](const Entry& entry) { return !entry.on_end; });
+  for (std::vector<Entry>* entries : {&running_, &preempted_}) {
+    std::erase_if(*entries, [](const Entry& entry) { return !entry.on_end; });
+  }
 }
 
 }  // namespace isthmus::worker

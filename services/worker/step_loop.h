@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one thread that runs the engine. RPC threads put sequences into its bounded inbox; it steps
-// all running ones together and hands each back when it ends.
+// all running ones together and hands each back when it ends. When a step cannot have its pages,
+// the least urgent ones give theirs back and wait until they may have them again: nobody outside
+// sees more of that than time.
 #pragma once
 
 #include <atomic>
@@ -23,6 +25,10 @@ using CancelFlag = std::shared_ptr<std::atomic<bool>>;
 struct StepFigures {
   absl::Duration duration;
   int64_t num_sequences = 0;  // Running ones; a budget may have kept some of them out of the step.
+  int64_t num_preemptions = 0;  // Before it, for its pages.
+  // Tokens that were cached once before.
+  int64_t num_recomputed_tokens = 0;
+  int64_t num_preempted = 0;  // Sequences that wait for pages.
 };
 using StepObserver = std::function<void(const StepFigures& figures)>;
 
@@ -43,6 +49,10 @@ class StepLoop {
 
     // True: the sequence ends before its next step.
     CancelFlag is_cancelled;
+
+    // Its pages may be taken away; else they must be all that it needs, and others may be reading
+    // them.
+    bool is_preemptible = false;
   };
 
   // `engine` and `clock` must outlive the loop. At most `max_batch` sequences run.
@@ -59,8 +69,15 @@ class StepLoop {
   // called.
   absl::Status Submit(Entry entry);
 
+  // One round of the loop's thread: takes what has come, drops what is cancelled, resumes, steps.
+  // For simulations without that thread; waits for work when there is none.
+  void RunOnce();
+
   // Running and waiting.
   int64_t num_sequences() const { return num_sequences_; }
+  // Since the start, and those that wait for their pages now.
+  int64_t num_preemptions() const { return num_preemptions_; }
+  int64_t num_preempted() const { return num_preempted_; }
   int64_t num_queued() const { return static_cast<int64_t>(inbox_.size()); }
 
   // How long ago the loop last got anywhere while there is work for it; zero when there is none.
@@ -73,6 +90,9 @@ class StepLoop {
   void Run();
   void TakeFromInbox();
   void DropCancelled();
+  void ResumePreempted();
+  bool MakeRoom();
+  bool PreemptLeastUrgent();
   void StepAll();
   absl::Status StepThese(std::vector<Entry*> entries);
   void FinishStep(Entry& entry, const Before& before);
@@ -86,8 +106,16 @@ class StepLoop {
   Clock& clock_;
   StepObserver observer_;
   BoundedQueue<Entry> inbox_;
-  std::vector<Entry> running_;  // The loop's thread alone. An ended entry has no on_end.
+  // The loop's thread alone, as all below. An ended entry has no on_end.
+  std::vector<Entry> running_;
+  // Without cache, the most urgent first. Not bounded by itself: admission refuses who would go
+  // behind them, and who goes before them arrived at most five patiences later (urgency.h).
+  std::vector<Entry> preempted_;
+  bool lacks_pages_ = false;  // The last round could not step for want of pages.
+  StepFigures figures_;       // Of the round.
   std::atomic<int64_t> num_sequences_ = 0;
+  std::atomic<int64_t> num_preemptions_ = 0;
+  std::atomic<int64_t> num_preempted_ = 0;
   std::atomic<int64_t> progress_ns_ = 0;  // Unix time of the last progress.
   Thread thread_;
 };

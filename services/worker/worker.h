@@ -15,6 +15,7 @@
 #include "services/base/patch.h"
 #include "services/base/thread.h"
 #include "services/base/thread_pool.h"
+#include "services/engine/admission.h"
 #include "services/engine/engine.h"
 #include "services/model/device_context.h"
 #include "services/model/device_weights.h"
@@ -68,6 +69,8 @@ class Worker {
   v1::WorkerLoad load() const;
 
   engine::Engine& engine() { return *engine_; }
+  // Of a decode worker's sequences.
+  engine::Admission& admission() { return *admission_; }
   kv::CachePool& pool() { return *pool_; }
   const kv::CachePool& pool() const { return *pool_; }
   StepLoop& loop() { return *loop_; }
@@ -110,6 +113,7 @@ class Worker {
   std::unique_ptr<kv::CachePool> pool_;
   std::unique_ptr<PageStaging> staging_;
   std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<engine::Admission> admission_;
   std::unique_ptr<StepLoop> loop_;
   std::unique_ptr<transfer::Transport> transport_;
   v1::WorkerCard card_;

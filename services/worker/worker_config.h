@@ -30,6 +30,8 @@ struct WorkerConfig {
   int64_t cache_tokens = 65536;
   int32_t max_sequences = 8;
   int32_t max_queued_sequences = 16;
+  double expected_output_quantile = 0.8;
+  double first_output_share = 0.5;
   int32_t max_unread_messages = 8192;
   absl::Duration token_gather_time = absl::Milliseconds(8);
   int64_t chunk_tokens = 512;
@@ -87,6 +89,13 @@ struct WorkerConfig {
           "Sequences that hold a state slot at one time, running or reserved.");
     visit("max_queued_sequences", max_queued_sequences, Range<int32_t>{1, 65536},
           "Prompts that wait for room in a prefill worker's cache; beyond, RESOURCE_EXHAUSTED.");
+    visit(
+        "admission.expected_output_quantile", expected_output_quantile, Range<double>{0.0, 1.0},
+        "A decode worker reserves no pages for a sequence that would leave too few for what runs, "
+        "if replies get as long as this quantile of recent ones. Lower: more at once, and more "
+        "preemptions.");
+    visit("admission.first_output_share", first_output_share, Range<double>{0.0, 1.0},
+          "The same before any reply has ended: this share of a request's max_output_tokens.");
     visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
           "Token messages that a router may leave unread; beyond, its sequences are cancelled.");
     visit("token_gather_time", token_gather_time,

@@ -99,6 +99,28 @@ inline constexpr MetricSpec kStepSequences = {
     .labels = {},
     .buckets = kBatchBuckets};
 
+inline constexpr MetricSpec kPreemptions = {
+    .name = "isthmus_decode_preemptions_total",
+    .kind = MetricKind::kCounter,
+    .help =
+        "Sequences that gave their pages back to more urgent ones. They are recomputed and go on.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kRecomputedTokens = {
+    .name = "isthmus_decode_recomputed_tokens_total",
+    .kind = MetricKind::kCounter,
+    .help = "Tokens that were computed again after a preemption.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPreemptedSequences = {
+    .name = "isthmus_decode_preempted_sequences",
+    .kind = MetricKind::kGauge,
+    .help = "Sequences that wait to have their pages again, their number.",
+    .labels = {},
+    .buckets = {}};
+
 inline constexpr MetricSpec kActiveSequences = {
     .name = "isthmus_worker_active_sequences",
     .kind = MetricKind::kGauge,
@@ -177,29 +199,13 @@ inline constexpr MetricSpec kRegisteredRouters = {
     .buckets = {}};
 
 inline constexpr const MetricSpec* kAllMetrics[] = {
-    &kPrefills,
-    &kPushedBytes,
-    &kPushSeconds,
-    &kLastPushSeconds,
-    &kVerifiedGroups,
-    &kHandoffRefusals,
-    &kOutputTokens,
-    &kExpiredLeases,
-    &kStepSeconds,
-    &kStepSequences,
-    &kActiveSequences,
-    &kQueuedSequences,
-    &kPendingPromptTokens,
-    &kTransfers,
-    &kFreePages,
-    &kTotalPages,
-    &kFreeStateSlots,
-    &kTotalStateSlots,
-    &kQuarantinedPages,
-    &kIsDraining,
-    &kRegisteredRouters,
-    &kPrefillFailures,
-    &kEarlyEnds,
+    &kPrefills,           &kPushedBytes,      &kPushSeconds,     &kLastPushSeconds,
+    &kVerifiedGroups,     &kHandoffRefusals,  &kOutputTokens,    &kExpiredLeases,
+    &kStepSeconds,        &kStepSequences,    &kPreemptions,     &kRecomputedTokens,
+    &kPreemptedSequences, &kActiveSequences,  &kQueuedSequences, &kPendingPromptTokens,
+    &kTransfers,          &kFreePages,        &kTotalPages,      &kFreeStateSlots,
+    &kTotalStateSlots,    &kQuarantinedPages, &kIsDraining,      &kRegisteredRouters,
+    &kPrefillFailures,    &kEarlyEnds,
 };
 
 }  // namespace isthmus::worker

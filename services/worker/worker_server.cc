@@ -101,6 +101,10 @@ absl::Status WorkerProcess::Start() {
   const StepObserver observer = [this](const StepFigures& figures) {
     metrics_.Observe(kStepSeconds, absl::ToDoubleSeconds(figures.duration));
     metrics_.Observe(kStepSequences, static_cast<double>(figures.num_sequences));
+    if (role_ != v1::WORKER_ROLE_DECODE) return;
+    metrics_.Add(kPreemptions, static_cast<double>(figures.num_preemptions));
+    metrics_.Add(kRecomputedTokens, static_cast<double>(figures.num_recomputed_tokens));
+    metrics_.Set(kPreemptedSequences, static_cast<double>(figures.num_preempted));
   };
   ISTHMUS_ASSIGN_OR_RETURN(worker_, Worker::Create(config_, role_, RealClock(), observer));
   prefill_ = std::make_unique<PrefillService>(worker_.get(), &metrics_);

@@ -52,6 +52,7 @@ struct TestRequest {
   v1::SamplerState sampler;
   std::string transfer_id = rpc::NewTransferId();
   uint64_t router = kTestRouter;
+  v1::Priority priority = v1::PRIORITY_UNSPECIFIED;
 };
 
 inline TestRequest RequestOf(size_t num_tokens, uint32_t max_output_tokens = 6,
@@ -111,6 +112,7 @@ class WorkerPair {
     call.set_num_prompt_tokens(request.prompt.size());
     call.set_max_output_tokens(request.max_output_tokens);
     call.set_router_incarnation(request.router);
+    call.set_priority(request.priority);
     return decode_service->Reserve(call);
   }
   v1::PrefillCall PrefillCall(const TestRequest& request,
@@ -121,6 +123,7 @@ class WorkerPair {
     *call.mutable_sampler() = request.sampler;
     *call.mutable_reservation() = reservation;
     *call.mutable_target() = decode->card().transfer();
+    call.set_priority(request.priority);
     return call;
   }
   absl::StatusOr<v1::KvHandoff> Prefill(const TestRequest& request,
