@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/identity.h"
+#include "services/rpc/wire.h"
 #include "services/text/chat_json.h"
 #include "services/text/chat_request.h"
 
@@ -68,6 +69,14 @@ absl::Status Acceptor::SetSampler(const v1::SamplingParams& sampling,
   return absl::OkStatus();
 }
 
+absl::Status Acceptor::SetPriority(v1::Priority wanted, RoutedRequest* routed) {
+  if (!v1::Priority_IsValid(wanted)) {
+    return OutOfRange("priority", wanted, absl::StrCat("0 to ", v1::Priority_MAX));
+  }
+  routed->priority = rpc::PriorityOf(wanted);
+  return absl::OkStatus();
+}
+
 absl::Status Acceptor::SetPromptText(absl::string_view text, RoutedRequest* routed) const {
   ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int32_t> ids, tokenizer_->Encode(text));
   routed->prompt.assign(ids.begin(), ids.end());
@@ -108,6 +117,7 @@ absl::StatusOr<RoutedRequest> Acceptor::AcceptGenerate(const v1::GenerateRequest
                                                        absl::Time client_deadline) const {
   RoutedRequest routed;
   ISTHMUS_ASSIGN_OR_RETURN(routed.request_id, RequestIdOf(request.request_id()));
+  ISTHMUS_RETURN_IF_ERROR(SetPriority(request.priority(), &routed));
   if (request.has_text()) {
     ISTHMUS_RETURN_IF_ERROR(SetPromptText(request.text(), &routed));
   } else {
@@ -124,6 +134,7 @@ absl::StatusOr<RoutedRequest> Acceptor::AcceptChat(const v1::ChatRequest& reques
   routed.is_chat = true;
   routed.thinking = request.thinking();
   ISTHMUS_ASSIGN_OR_RETURN(routed.request_id, RequestIdOf(request.request_id()));
+  ISTHMUS_RETURN_IF_ERROR(SetPriority(request.priority(), &routed));
   if (request.conversation_json().size() > kMaxConversationBytes) {
     return absl::InvalidArgumentError(absl::StrCat("conversation_json: has ",
                                                    request.conversation_json().size(),

@@ -11,6 +11,7 @@
 #include "proto/cluster.pb.h"
 #include "proto/generate.pb.h"
 #include "router/router_config.h"
+#include "services/base/urgency.h"
 #include "services/text/chat_encoder.h"
 #include "services/text/tokenizer.h"
 
@@ -24,8 +25,11 @@ struct RoutedRequest {
   uint64_t max_output_tokens = 0;  // At least 1; with the prompt at most the model's limit.
   bool is_chat = false;
   bool thinking = false;
+  Priority priority = Priority::kNormal;
   absl::Time accepted_at;
   absl::Time deadline;
+
+  Urgency urgency() const { return {priority, deadline, accepted_at}; }
 };
 
 // The id that a client gave its request, or a fresh one when it gave none. InvalidArgument: more
@@ -54,6 +58,7 @@ class Acceptor {
   absl::Status Finish(const v1::SamplingParams& sampling, const v1::ClusterValues& values,
                       absl::Time now, absl::Time client_deadline, RoutedRequest* routed) const;
   absl::Status SetSampler(const v1::SamplingParams& sampling, v1::SamplerState* state) const;
+  static absl::Status SetPriority(v1::Priority wanted, RoutedRequest* routed);
   absl::Status SetPromptText(absl::string_view text, RoutedRequest* routed) const;
 
   const RouterConfig config_;

@@ -23,8 +23,9 @@ absl::Duration NextLook(absl::Time now, absl::Time deadline) {
 
 }  // namespace
 
-absl::StatusOr<Admission::Place> Admission::Enter(absl::Time deadline,
+absl::StatusOr<Admission::Place> Admission::Enter(const Urgency& urgency,
                                                   const std::function<bool()>& is_cancelled) {
+  const absl::Time deadline = urgency.deadline;
   MutexLock lock(mutex_);
   if (is_closed_) {
     return WithFaultScope(absl::UnavailableError("draining: the router takes no more requests"),
@@ -39,8 +40,11 @@ absl::StatusOr<Admission::Place> Admission::Enter(absl::Time deadline,
                                                      queue_.size(), " wait, want at most ",
                                                      max_active_, " and ", max_queued_));
   }
-  Waiter waiter;
-  queue_.push_back(&waiter);
+  Waiter waiter{urgency, {}};
+  queue_.insert(
+      std::ranges::find_if(
+          queue_, [&](const Waiter* other) { return GoesBefore(urgency, other->urgency); }),
+      &waiter);
   const auto is_next = [&] { return queue_.front() == &waiter && active_ < max_active_; };
   absl::Status status;
   while (status.ok() && !is_next()) {
@@ -71,12 +75,16 @@ void Admission::Leave() {
   if (!line_.empty()) line_.front()->wake_.notify_one();
 }
 
-absl::Status Admission::Turn::Wait(absl::Time deadline, const std::function<bool()>& is_cancelled) {
+absl::Status Admission::Turn::Wait(const std::function<bool()>& is_cancelled) {
   Admission& all = *admission_;
+  const absl::Time deadline = urgency_.deadline;
   MutexLock lock(all.mutex_);
   if (!is_in_line_) {
     is_in_line_ = true;
-    all.line_.push_back(this);
+    all.line_.insert(
+        std::ranges::find_if(
+            all.line_, [this](const Turn* other) { return GoesBefore(urgency_, other->urgency_); }),
+        this);
   }
   if (has_tried_) all.clock_.WaitFor(wake_, lock, kRetryPause, [] { return false; });
   const absl::Time tries_at = all.clock_.Now() + kRetryPoll;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who waits for what, first come first served: requests for being worked on, and among those that
-// are, for room on the workers.
+// Who waits for what, the more urgent first: requests for being worked on, and among those that
+// are, for room on the workers. services/base/urgency.h says who goes before whom: by class, by
+// deadline, by arrival, and nobody waits for ever.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include "absl/time/time.h"
 #include "services/base/clock.h"
 #include "services/base/mutex.h"
+#include "services/base/urgency.h"
 
 namespace isthmus::router {
 
@@ -37,19 +39,19 @@ class Admission {
 
   // ResourceExhausted: too many wait already. DeadlineExceeded, Cancelled: so ended the wait.
   // Unavailable: the router drains.
-  absl::StatusOr<Place> Enter(absl::Time deadline, const std::function<bool()>& is_cancelled);
+  absl::StatusOr<Place> Enter(const Urgency& urgency, const std::function<bool()>& is_cancelled);
 
   // A place in the line of those that wait for room, from its first Wait to its end.
   class Turn {
    public:
-    explicit Turn(Admission* admission) : admission_(admission) {}
+    Turn(Admission* admission, const Urgency& urgency) : admission_(admission), urgency_(urgency) {}
     ~Turn() { End(); }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
     // Waits until it is this request's turn to try; after a try that failed, until something has
     // changed as well. DeadlineExceeded, Cancelled: so ended the wait.
-    absl::Status Wait(absl::Time deadline, const std::function<bool()>& is_cancelled);
+    absl::Status Wait(const std::function<bool()>& is_cancelled);
 
     // Lets the next one try.
     void End();
@@ -57,6 +59,7 @@ class Admission {
    private:
     friend class Admission;
     Admission* const admission_;
+    const Urgency urgency_;
     bool is_in_line_ = false;  // Guarded by the admission's mutex, like all of these.
     bool has_tried_ = false;
     uint64_t seen_ = 0;
@@ -81,6 +84,7 @@ class Admission {
 
  private:
   struct Waiter {
+    Urgency urgency;
     CondVar wake;
   };
 

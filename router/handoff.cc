@@ -9,6 +9,7 @@
 #include "services/rpc/channel.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/status.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::router {
 namespace {
@@ -104,6 +105,8 @@ absl::Status Attempt::Reserve() {
   call.set_num_prompt_tokens(request_->prompt.size());
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
+  call.set_priority(rpc::ToWire(request_->priority));
+  rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
   // Before the call: when its answer is lost, the pages are taken all the same.
   may_be_reserved_ = true;
   WorkerLink& decode = *placement_.decode;
@@ -124,6 +127,8 @@ absl::StatusOr<v1::KvHandoff> Attempt::Prefill() {
   *call.mutable_sampler() = request_->sampler;
   *call.mutable_reservation() = std::move(reservation_);
   *call.mutable_target() = placement_.decode->card().transfer();
+  call.set_priority(rpc::ToWire(request_->priority));
+  rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
   may_write_ = true;
   WorkerLink& prefill = *placement_.prefill;
   absl::StatusOr<v1::KvHandoff> handoff = prefill.client().Prefill(call, CallTo(prefill));

@@ -73,6 +73,9 @@ TEST(AcceptTest, RefusesEveryBadFieldByName) {
   request.mutable_token_ids()->add_ids(1920);
   expect(request, "prompt: token 2 has id 1920, want below 1920");
   request = Ids(1);
+  request.set_priority(static_cast<v1::Priority>(7));
+  expect(request, "priority: is 7, want 0 to 3");
+  request = Ids(1);
   request.set_request_id("two words");
   expect(request, "request_id: has a byte that is not printable ASCII");
   request = Ids(1);
@@ -91,6 +94,16 @@ TEST(AcceptTest, RefusesEveryBadFieldByName) {
   request = Ids(1);
   request.mutable_sampling()->set_max_output_tokens(0);
   expect(request, "sampling.max_output_tokens: is 0");
+}
+
+TEST(AcceptTest, PassesOnThePriority) {
+  v1::GenerateRequest request = Ids(1);
+  EXPECT_EQ(Accept(request)->priority, Priority::kNormal);
+  request.set_priority(v1::PRIORITY_HIGH);
+  const Urgency urgency = Accept(request)->urgency();
+  EXPECT_EQ(urgency.priority, Priority::kHigh);
+  EXPECT_EQ(urgency.arrived, absl::UnixEpoch());
+  EXPECT_EQ(urgency.deadline, absl::UnixEpoch() + absl::Minutes(10));
 }
 
 TEST(AcceptTest, PassesOnTheWishForDigests) {

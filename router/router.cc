@@ -126,15 +126,15 @@ absl::Status Router::Run(absl::StatusOr<RoutedRequest> accepted, const std::stri
 
 absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& client) {
   ISTHMUS_ASSIGN_OR_RETURN(const Admission::Place place,
-                           admission_.Enter(request.deadline, client.is_cancelled));
+                           admission_.Enter(request.urgency(), client.is_cancelled));
   PlaceWish wish;
   wish.num_prompt_tokens = request.prompt.size();
   wish.max_output_tokens = request.max_output_tokens;
-  Admission::Turn turn(&admission_);
+  Admission::Turn turn(&admission_, request.urgency());
   absl::Status last;
   for (int attempts = 1;;) {
     if (!wish.full.empty() || admission_.has_line()) {
-      const absl::Status waited = turn.Wait(request.deadline, client.is_cancelled);
+      const absl::Status waited = turn.Wait(client.is_cancelled);
       if (!waited.ok()) return last.ok() ? waited : Annotated(waited, last.message());
       wish.full.clear();
     }

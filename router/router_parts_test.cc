@@ -21,7 +21,12 @@ const std::function<bool()> kStays = [] { return false; };
 
 const auto kNoProblems = [] { return std::vector<v1::WorkerStatus>(); };
 
-absl::Time Later() { return RealClock().Now() + absl::Minutes(1); }
+// Of a request that has just come.
+Urgency UrgencyOf(absl::Duration time_left, Priority priority = Priority::kNormal) {
+  return {priority, RealClock().Now() + time_left, RealClock().Now()};
+}
+
+Urgency Later() { return UrgencyOf(absl::Minutes(1)); }
 
 void WaitUntil(const std::function<bool()>& holds) {
   for (int i = 0; i < 10000 && !holds(); ++i) RealClock().Sleep(absl::Milliseconds(1));
@@ -50,10 +55,9 @@ TEST(AdmissionTest, AdmitsQueuesAndRefusesInThatOrder) {
 
 TEST(AdmissionTest, AWaitEndsWithItsClientOrItsDeadline) {
   Admission admission(1, 4, RealClock());
-  const auto first = admission.Enter(absl::InfiniteFuture(), kStays);
-  EXPECT_EQ(admission.Enter(absl::InfiniteFuture(), [] { return true; }).status().code(),
-            absl::StatusCode::kCancelled);
-  EXPECT_EQ(admission.Enter(RealClock().Now() + absl::Milliseconds(5), kStays).status().code(),
+  const auto first = admission.Enter({}, kStays);
+  EXPECT_EQ(admission.Enter({}, [] { return true; }).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(admission.Enter(UrgencyOf(absl::Milliseconds(5)), kStays).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(admission.queued(), 0);
 }
@@ -72,15 +76,15 @@ TEST(AdmissionTest, AClosedOneRefusesAndFinishesWhatIsInside) {
 
 TEST(AdmissionTest, ThoseThatWaitForRoomTryInTheirOrder) {
   Admission admission(8, 8, RealClock());
-  Admission::Turn first(&admission);
-  ASSERT_TRUE(first.Wait(Later(), kStays).ok());
+  Admission::Turn first(&admission, Later());
+  ASSERT_TRUE(first.Wait(kStays).ok());
   EXPECT_TRUE(admission.has_line());
   std::atomic<int> tries = 0;
   std::thread second([&] {
-    Admission::Turn turn(&admission);
-    EXPECT_TRUE(turn.Wait(Later(), kStays).ok());
+    Admission::Turn turn(&admission, Later());
+    EXPECT_TRUE(turn.Wait(kStays).ok());
     tries = 1;
-    EXPECT_TRUE(turn.Wait(Later(), kStays).ok());
+    EXPECT_TRUE(turn.Wait(kStays).ok());
     tries = 2;
   });
   WaitUntil([&] { return admission.queued() == 2; });
@@ -95,15 +99,67 @@ TEST(AdmissionTest, ThoseThatWaitForRoomTryInTheirOrder) {
 
 TEST(AdmissionTest, AClientLeavesTheLineAndTheNextOneTries) {
   Admission admission(8, 8, RealClock());
-  Admission::Turn first(&admission);
-  ASSERT_TRUE(first.Wait(Later(), kStays).ok());
+  Admission::Turn first(&admission, Later());
+  ASSERT_TRUE(first.Wait(kStays).ok());
   {
-    Admission::Turn second(&admission);
-    EXPECT_EQ(second.Wait(Later(), [] { return true; }).code(), absl::StatusCode::kCancelled);
-    EXPECT_EQ(second.Wait(RealClock().Now(), kStays).code(), absl::StatusCode::kDeadlineExceeded);
-    EXPECT_EQ(admission.queued(), 2);
+    Admission::Turn second(&admission, Later());
+    EXPECT_EQ(second.Wait([] { return true; }).code(), absl::StatusCode::kCancelled);
+    Admission::Turn late(&admission, UrgencyOf(absl::ZeroDuration(), Priority::kLow));
+    EXPECT_EQ(late.Wait(kStays).code(), absl::StatusCode::kDeadlineExceeded);
+    EXPECT_EQ(admission.queued(), 3);
   }
   EXPECT_EQ(admission.queued(), 1);
+}
+
+// Eight come while one is inside; they go in by urgency, whatever the order in which they came.
+TEST(AdmissionTest, TheMoreUrgentGoFirst) {
+  Admission admission(1, 16, RealClock());
+  auto first = std::make_unique<absl::StatusOr<Admission::Place>>(admission.Enter({}, kStays));
+  const absl::Time now = RealClock().Now();
+  const std::vector<Urgency> urgencies = {
+      {Priority::kLow, now + absl::Seconds(30), now},
+      {Priority::kNormal, now + absl::Seconds(50), now},
+      {Priority::kNormal, now + absl::Seconds(40), now + absl::Seconds(1)},
+      {Priority::kHigh, now + absl::Seconds(59), now},
+      {Priority::kHigh, absl::InfiniteFuture(), now + absl::Seconds(2)},
+      {Priority::kNormal, absl::InfiniteFuture(), now},
+      // So old that its class does not matter any more.
+      {Priority::kLow, absl::InfiniteFuture(), now - absl::Minutes(6)},
+  };
+  Mutex mutex;
+  std::vector<size_t> order;
+  std::vector<std::thread> waiters;
+  for (size_t i = 0; i < urgencies.size(); ++i) {
+    waiters.emplace_back([&, i] {
+      const auto place = admission.Enter(urgencies[i], kStays);
+      EXPECT_TRUE(place.ok()) << place.status();
+      MutexLock lock(mutex);
+      order.push_back(i);
+    });
+    WaitUntil([&] { return admission.queued() == static_cast<int64_t>(i) + 1; });
+  }
+  first.reset();
+  for (std::thread& waiter : waiters) waiter.join();
+  EXPECT_EQ(order, (std::vector<size_t>{6, 3, 4, 2, 1, 5, 0}));
+}
+
+TEST(AdmissionTest, AnUrgentRequestTriesBeforeThoseThatWaitForRoom) {
+  Admission admission(8, 8, RealClock());
+  Admission::Turn first(&admission, Later());
+  ASSERT_TRUE(first.Wait(kStays).ok());
+  Admission::Turn urgent(&admission, UrgencyOf(absl::Minutes(1), Priority::kHigh));
+  EXPECT_TRUE(urgent.Wait(kStays).ok());
+  // The first one goes on when the urgent one has room.
+  std::atomic<bool> has_tried = false;
+  std::thread again([&] {
+    EXPECT_TRUE(first.Wait(kStays).ok());
+    has_tried = true;
+  });
+  RealClock().Sleep(absl::Milliseconds(20));
+  EXPECT_FALSE(has_tried);
+  urgent.End();
+  admission.Wake();
+  again.join();
 }
 
 v1::WorkerCard CardOf(v1::WorkerRole role, uint64_t incarnation) {

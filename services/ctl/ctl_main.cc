@@ -39,10 +39,16 @@ struct Flags {
   std::string effort;
   std::string request_id;
   rpc::SamplingOptions sampling;
+  std::string priority = "normal";
   std::string worker;
   std::string wait = "60s";
   std::string reason = "isthmusctl drain";
 };
+
+v1::Priority PriorityOf(const Flags& flags) {
+  if (flags.priority == "high") return v1::PRIORITY_HIGH;
+  return flags.priority == "low" ? v1::PRIORITY_LOW : v1::PRIORITY_NORMAL;
+}
 
 absl::Duration TimeoutOf(const Flags& flags) { return absl::Seconds(flags.timeout_seconds); }
 
@@ -85,6 +91,7 @@ absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conve
   request.set_thinking(flags.thinking);
   request.set_reasoning_effort(flags.effort);
   *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
+  request.set_priority(PriorityOf(flags));
   ISTHMUS_ASSIGN_OR_RETURN(
       const v1::Finish finish,
       client.Chat(request, TimeoutOf(flags), [&flags](const v1::TokenDelta& delta) {
@@ -136,6 +143,7 @@ absl::Status RunGenerate(const Flags& flags) {
   v1::GenerateRequest request;
   request.set_request_id(flags.request_id);
   *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
+  request.set_priority(PriorityOf(flags));
   const bool prints_ids = flags.tokens.has_value();
   if (prints_ids) {
     ISTHMUS_ASSIGN_OR_RETURN(const std::string text, ReadWhole(*flags.tokens));
@@ -234,6 +242,9 @@ void AddSampling(CLI::App* command, Flags& flags) {
   command->add_option("--seed", flags.sampling.seed, "Seed of the sampler; absent: a random one")
       ->check(SeedProblem);
   command->add_option("--max-tokens", flags.sampling.max_tokens, "Output tokens at most")
+      ->capture_default_str();
+  command->add_option("--priority", flags.priority, "Who goes first: low, normal or high")
+      ->check(CLI::IsMember({"low", "normal", "high"}))
       ->capture_default_str();
   command->add_option("--request-id", flags.request_id, "Name of the request in logs");
   command->add_option("--timeout", flags.timeout_seconds, "Seconds until the last token")
