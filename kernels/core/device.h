@@ -31,6 +31,8 @@ int NumDevices();
 // The emulator's device calls itself sm_90, or what SetEmulatedArch said last.
 absl::StatusOr<DeviceProperties> PropertiesOf(int device);
 bool IsRealDevice();
+// The calling thread's.
+absl::StatusOr<int> CurrentDevice();
 // Makes `device` the calling thread's.
 absl::Status UseDevice(int device);
 // Lets kernels on `device` read and write the memory of `peer`; leaves the calling thread on

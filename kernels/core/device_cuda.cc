@@ -42,6 +42,11 @@ absl::StatusOr<DeviceProperties> PropertiesOf(int device) {
 }
 
 bool IsRealDevice() { return NumDevices() > 0; }
+absl::StatusOr<int> CurrentDevice() {
+  int device = 0;
+  ISTHMUS_RETURN_IF_ERROR(StatusOf(cudaGetDevice(&device), "the current device"));
+  return device;
+}
 absl::Status UseDevice(int device) {
   return StatusOf(cudaSetDevice(device), absl::StrCat("device ", device));
 }

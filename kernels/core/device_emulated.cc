@@ -65,6 +65,7 @@ absl::StatusOr<DeviceProperties> PropertiesOf(int device) {
                           .max_shared_bytes = static_cast<int64_t>(kMaxSharedBytes)};
 }
 bool IsRealDevice() { return false; }
+absl::StatusOr<int> CurrentDevice() { return 0; }
 absl::Status UseDevice(int device) { return PropertiesOf(device).status(); }
 absl::Status EnablePeerAccess(int device, int peer) {
   const absl::Status status = UseDevice(device);

@@ -17,6 +17,7 @@ absl::Status NoDevice() {
 int NumDevices() { return 0; }
 absl::StatusOr<DeviceProperties> PropertiesOf(int) { return NoDevice(); }
 bool IsRealDevice() { return false; }
+absl::StatusOr<int> CurrentDevice() { return NoDevice(); }
 absl::Status UseDevice(int) { return NoDevice(); }
 absl::Status EnablePeerAccess(int, int) { return NoDevice(); }
 absl::StatusOr<int64_t> FreeDeviceBytes() { return NoDevice(); }

@@ -65,6 +65,20 @@ __device__ __forceinline__ uint32_t F16Pair(float low, float high) {
   return pair;
 #endif
 }
+// The two values of a pair. Exact.
+__device__ __forceinline__ void F32OfF16Pair(uint32_t pair, float& low, float& high) {
+#if ISTHMUS_EMULATED
+  low = emulator::Half16Value(static_cast<uint16_t>(pair), false);
+  high = emulator::Half16Value(static_cast<uint16_t>(pair >> 16), false);
+#else
+  asm("{\n\t.reg .b16 low, high;\n\t"
+      "mov.b32 {low, high}, %2;\n\t"
+      "cvt.f32.f16 %0, low;\n\t"
+      "cvt.f32.f16 %1, high;\n\t}"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+#endif
+}
 // The f16 values of two e4m3 codes, in the low 16 bits. Exact.
 __device__ __forceinline__ uint32_t F16PairOfE4m3(uint32_t codes) {
 #if ISTHMUS_EMULATED

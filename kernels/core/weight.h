@@ -14,7 +14,8 @@
 //                                               two consecutive k of one output)
 //   fp4 scales [ceil(N / 16)][K / group][16]   (bytes as stored)
 // kMmaTiles is a GPU's (weight_tiles.h): tiles of 16 outputs in the order of mma.sync's A fragment,
-// fp4 scales inside the tile.
+// fp4 scales inside the tile. kMmaTilesF16 is the same for fp4 on tensor cores that multiply f16,
+// not e4m3 (sm_90): only the bits of a word of eight codes lie otherwise.
 // Rows beyond N are zero bytes. fp8 block scales keep the file's layout in both:
 // [ceil((first_row + N) / 128)][ceil((first_col + K) / 128)]. On the CPU both give the
 // same bits.
@@ -34,11 +35,14 @@
 namespace isthmus::kernels {
 
 enum class WeightFormat : uint8_t { kF32, kBf16, kFp8Block128, kMxfp4, kNvfp4 };
-enum class WeightLayout : uint8_t { kRowMajor, kPanels, kMmaTiles };
+enum class WeightLayout : uint8_t { kRowMajor, kPanels, kMmaTiles, kMmaTilesF16 };
+ISTHMUS_HOST_DEVICE inline bool IsTiled(WeightLayout layout) {
+  return layout == WeightLayout::kMmaTiles || layout == WeightLayout::kMmaTilesF16;
+}
 
 inline constexpr int64_t kPanelRows = 16;  // And of a row of tiles.
 
-// kMmaTiles: bytes from one tile to the next, and the inputs that a tile holds (weight_tiles.h).
+// Tiles: bytes from one to the next, and the inputs that one holds (weight_tiles.h).
 ISTHMUS_HOST_DEVICE inline int64_t TileBytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? 544 : format == WeightFormat::kNvfp4 ? 576 : 512;
 }
@@ -105,15 +109,15 @@ ISTHMUS_HOST_DEVICE inline bool QuantisesInput(WeightFormat format) {
   return ScaleGroup(format) != 0;
 }
 
-// Rows [first, first + count): a group of wo_a, an expert's share. In kPanels and kMmaTiles,
-// `first` must be a multiple of kPanelRows.
+// Rows [first, first + count): a group of wo_a, an expert's share. In panels and tiles, `first`
+// must be a multiple of kPanelRows.
 inline WeightView RowSlice(const WeightView& w, int64_t first, int64_t count) {
   ISTHMUS_CHECK(first >= 0 && count >= 0 && first + count <= w.rows);
   ISTHMUS_CHECK(w.layout == WeightLayout::kRowMajor || first % kPanelRows == 0);
   WeightView out = w;
   out.rows = count;
   out.first_row = w.first_row + first;
-  if (w.layout == WeightLayout::kMmaTiles) {
+  if (IsTiled(w.layout)) {
     const int64_t tiles = (w.cols + TileCols(w.format) - 1) / TileCols(w.format);
     out.elements =
         static_cast<const uint8_t*>(w.elements) + first / kPanelRows * tiles * TileBytes(w.format);

@@ -16,6 +16,16 @@
 // An fp4 code (seem) placed in a byte as s00eem00 is the e4m3 number of its value times 2^-6, zeros
 // and subnormals included: two masks and shifts, no table.
 //
+// kMmaTilesF16 is for tensor cores that multiply f16, and the same but for the eight codes of a
+// word, so that each register of the fragment takes few operations. Half j mod 2 of the word holds
+//
+//   row g,     j mod 4 < 2: sign bit 15, eem bits 11-9      row g,     j mod 4 >= 2: 14 and 5-3
+//   row g + 8, j mod 4 < 2: sign bit 12, eem bits 8-6       row g + 8, j mod 4 >= 2: 13 and 2-0
+//
+// Moved to where those of the first are, they are the f16 of 2^-14 their values, subnormals
+// included; the four registers, in the order of this table's columns, are inputs 4 t to 4 t + 3 of
+// a step of 16.
+//
 // fp4 scales follow the 512 bytes of codes inside the tile, so that a run of tiles is one copy:
 //   kMxfp4  byte 4 g + 2 (r >= 8) + k / 32   (ue8m0)
 //   kNvfp4  byte 8 g + 4 (r >= 8) + k / 16   (e4m3)
@@ -26,6 +36,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/core/exec.h"
 #include "kernels/core/formats.h"
 #include "kernels/core/weight.h"
 
@@ -65,6 +76,30 @@ ISTHMUS_HOST_DEVICE inline int64_t ByteInTile(WeightFormat format, int64_t r, in
   }
   return (4 * g + t) * 16 + 4 * word + byte;
 }
+// Where kMmaTilesF16 has the code of row r and input k: which half of the lane's words, counted
+// from the tile's start in bytes, and the places of its sign and of the lowest bit of eem.
+struct F16CodePlace {
+  int64_t byte;
+  int sign, magnitude;
+};
+ISTHMUS_HOST_DEVICE inline F16CodePlace F16CodeInTile(int64_t r, int64_t k) {
+  const int64_t word = k / 16;
+  const int64_t t = k % 16 / 4;
+  const auto field = static_cast<int>(r / 8 + k % 4 / 2 * 2);
+  const int sign = field == 0 ? 15 : field == 1 ? 12 : field == 2 ? 14 : 13;
+  return {(4 * (r % 8) + t) * 16 + 4 * word + 2 * (k % 2), sign, 9 - 3 * field};
+}
+// The fp4 code of row r and input k of a tile in either layout.
+ISTHMUS_HOST_DEVICE inline uint8_t Fp4InTile(WeightLayout layout, const uint8_t* tile, int64_t r,
+                                             int64_t k) {
+  if (layout == WeightLayout::kMmaTiles) {
+    const uint8_t pair = tile[ByteInTile(WeightFormat::kMxfp4, r, k)];
+    return pair >> (r >= 8 ? 4 : 0) & 15;
+  }
+  const F16CodePlace place = F16CodeInTile(r, k);
+  const unsigned half = tile[place.byte] | static_cast<unsigned>(tile[place.byte + 1]) << 8;
+  return static_cast<uint8_t>((half >> place.sign & 1) << 3 | (half >> place.magnitude & 7));
+}
 // Of an fp4 tile: the scale's byte.
 ISTHMUS_HOST_DEVICE inline int64_t ScaleInTile(WeightFormat format, int64_t r, int64_t k) {
   if (format == WeightFormat::kMxfp4) return kTileCodeBytes + 4 * (r % 8) + 2 * (r / 8) + k / 32;
@@ -76,17 +111,16 @@ ISTHMUS_HOST_DEVICE inline const uint8_t* TileOf(const WeightView& w, int64_t n,
 }
 
 // The element (n, k) without its scale, and its scale (1 where the format has none; without
-// global_scale). Layouts kRowMajor and kMmaTiles. For trusted kernels and for checks: slow.
+// global_scale). Row-major and tiled layouts. For trusted kernels and for checks: slow.
 ISTHMUS_HOST_DEVICE inline float WeightElement(const WeightView& w, int64_t n, int64_t k) {
-  const bool tiled = w.layout == WeightLayout::kMmaTiles;
+  const bool tiled = IsTiled(w.layout);
   const auto* bytes = static_cast<const uint8_t*>(w.elements);
   if (IsFp4(w.format)) {
     if (!tiled) {
       return Fp4E2m1Value(static_cast<uint8_t>(bytes[n * (w.cols / 2) + k / 2] >> (4 * (k % 2))));
     }
-    const uint8_t pair =
-        TileOf(w, n, k)[ByteInTile(w.format, n % kPanelRows, k % TileCols(w.format))];
-    return Fp4E2m1Value(static_cast<uint8_t>(pair >> (n % kPanelRows >= 8 ? 4 : 0)));
+    return Fp4E2m1Value(
+        Fp4InTile(w.layout, TileOf(w, n, k), n % kPanelRows, k % TileCols(w.format)));
   }
   const int64_t width = w.format == WeightFormat::kF32    ? 4
                         : w.format == WeightFormat::kBf16 ? 2
@@ -104,14 +138,21 @@ ISTHMUS_HOST_DEVICE inline float WeightScale(const WeightView& w, int64_t n, int
   }
   if (!IsFp4(w.format)) return 1.0f;
   const uint8_t scale =
-      w.layout == WeightLayout::kMmaTiles
+      IsTiled(w.layout)
           ? TileOf(w, n, k)[ScaleInTile(w.format, n % kPanelRows, k % TileCols(w.format))]
           : w.scales[n * ScaleColumns(w) + ScaleColumn(w, k)];
   return w.format == WeightFormat::kMxfp4 ? Ue8m0Value(scale) : Fp8E4m3Value(scale);
 }
 
+// How the GPUs of an architecture want the tiles of a format.
+inline WeightLayout TileLayout(WeightFormat format, int arch) {
+  return IsFp4(format) && arch < kArchSm120 ? WeightLayout::kMmaTilesF16 : WeightLayout::kMmaTiles;
+}
+
 // Writes the tiles of `row_major` (host memory) to `tiles_out` (TiledBytes, aligned to 16) and
-// returns their view; fp8 scales stay those of `row_major`. The view owns nothing.
-WeightView TileWeight(const WeightView& row_major, std::byte* tiles_out);
+// returns their view; fp8 scales stay those of `row_major`. The view owns nothing. `layout` is that
+// of fp4: tiles of other formats are always kMmaTiles.
+WeightView TileWeight(const WeightView& row_major, std::byte* tiles_out,
+                      WeightLayout layout = WeightLayout::kMmaTiles);
 
 }  // namespace isthmus::kernels

@@ -35,9 +35,9 @@ constexpr const Patch* kPatches[] = {&kGroupedW4A8, &kGroupedMxf8f6f4};
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr ExpertsVariant kVariants[] = {
-    {&kGroupedMxf8f6f4, kSm120Only, SupportsGroupedW4A8, LaunchExpertsGroupedMxf8f6f4},
-    {&kGroupedW4A8, kSm120Only, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8Sm120},
-    {&kGroupedW4A8, kSm90Only, SupportsGroupedW4A8, LaunchExpertsGroupedW4A8},
+    {&kGroupedMxf8f6f4, kSm120Only, SupportsGroupedOnSm120, LaunchExpertsGroupedMxf8f6f4},
+    {&kGroupedW4A8, kSm120Only, SupportsGroupedOnSm120, LaunchExpertsGroupedW4A8Sm120},
+    {&kGroupedW4A8, kSm90Only, SupportsGroupedOnSm90, LaunchExpertsGroupedW4A8},
     {nullptr, kAnyCuda, nullptr, LaunchExpertsCuda},
     {nullptr, kCpuOnly, nullptr, LaunchExpertsCpu},  // experts_cpu.cc: parallel over panels
 };
@@ -57,7 +57,7 @@ absl::Status CheckWeight(absl::string_view expert, absl::string_view name, const
   }
   // Tiles of fp4 hold their scales.
   const bool needs_scales =
-      ScaleGroup(w.format) != 0 && !(IsFp4(w.format) && w.layout == WeightLayout::kMmaTiles);
+      ScaleGroup(w.format) != 0 && !(IsFp4(w.format) && IsTiled(w.layout));
   if (w.elements == nullptr || (needs_scales && w.scales == nullptr)) {
     return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name, " [", rows, ", ",
                                                    cols, "] lacks elements or scales"));

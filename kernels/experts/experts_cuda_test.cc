@@ -155,6 +155,10 @@ class EmulatedArch {
 int ArchFor(const ExpertsVariant& variant) {
   return variant.arches.begin == kArchSm120 ? kArchSm120 : kArchSm90;
 }
+// How those GPUs hold fp4.
+WeightLayout TilesFor(const ExpertsVariant& variant) {
+  return TileLayout(WeightFormat::kMxfp4, ArchFor(variant));
+}
 
 class ExpertsCudaTest : public ::testing::TestWithParam<ExpertsVariant> {
  protected:
@@ -208,7 +212,8 @@ TEST_P(ExpertsCudaTest, TakesEveryFormatAndLayout) {
   for (const WeightFormat format :
        {WeightFormat::kF32, WeightFormat::kBf16, WeightFormat::kFp8Block128, WeightFormat::kMxfp4,
         WeightFormat::kNvfp4}) {
-    for (const WeightLayout layout : {WeightLayout::kRowMajor, WeightLayout::kMmaTiles}) {
+    for (const WeightLayout layout :
+         {WeightLayout::kRowMajor, WeightLayout::kMmaTiles, WeightLayout::kMmaTilesF16}) {
       for (const Arithmetic arithmetic : {Arithmetic::kMath, Arithmetic::kReference}) {
         ExpertsCase c(format, 3, 256, 128, 5, 2, false);
         ExpectRight(c, arithmetic, layout);
@@ -223,7 +228,7 @@ TEST_P(ExpertsCudaTest, TakesOddShapesAndCasts) {
   ISTHMUS_REQUIRE_DEVICE();
   for (const auto& [hidden, intermediate] : {std::pair{96, 32}, {160, 96}, {384, 160}}) {
     ExpertsCase c(WeightFormat::kMxfp4, 2, hidden, intermediate, 3, 1, false);
-    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
+    ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()));
   }
   ExpertsCase odd(WeightFormat::kF32, 3, 33, 17, 9, 3, false);
   ExpectRight(odd, Arithmetic::kReference, WeightLayout::kRowMajor);
@@ -233,7 +238,7 @@ TEST_P(ExpertsCudaTest, TakesAnyNumberOfTokens) {
   ISTHMUS_REQUIRE_DEVICE();
   for (const int64_t tokens : {1, 2, 7, 8, 9, 20, 41}) {
     ExpertsCase c(WeightFormat::kMxfp4, tokens, 256, 128, 12, 3, false);
-    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, tokens % 3, 4);
+    ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()), tokens % 3, 4);
   }
 }
 
@@ -241,22 +246,22 @@ TEST_P(ExpertsCudaTest, TakesAllTokensInOneExpert) {
   ISTHMUS_REQUIRE_DEVICE();
   ExpertsCase c(WeightFormat::kMxfp4, 37, 256, 128, 6, 1, false);
   for (int32_t& id : c.ids) id = 4;
-  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 3);
+  ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()), 3);
 }
 
 TEST_P(ExpertsCudaTest, TakesNoTokensAndOnlyPadding) {
   ISTHMUS_REQUIRE_DEVICE();
   ExpertsCase c(WeightFormat::kMxfp4, 0, 256, 128, 6, 2, false);
-  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
-  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 3);
+  ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()));
+  ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()), 3);
 }
 
 TEST_P(ExpertsCudaTest, TakesManyTokens) {
   ISTHMUS_REQUIRE_DEVICE();
   ExpertsCase c(WeightFormat::kMxfp4, 131, 128, 128, 9, 3, false);
-  ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles, 2);
+  ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()), 2);
   ExpertsCase genuine(WeightFormat::kNvfp4, 27, 128, 128, 3, 1, false);
-  ExpectRight(genuine, Arithmetic::kReference, WeightLayout::kMmaTiles);
+  ExpectRight(genuine, Arithmetic::kReference, TilesFor(GetParam()));
 }
 
 TEST_P(ExpertsCudaTest, TakesTheRealShape) {
@@ -264,7 +269,7 @@ TEST_P(ExpertsCudaTest, TakesTheRealShape) {
   if (!IsRealDevice()) GTEST_SKIP() << "minutes in the emulator";
   for (const int64_t tokens : {1, 9}) {
     ExpertsCase c(WeightFormat::kMxfp4, tokens, 4096, 1024, 12, 3, false);
-    ExpectRight(c, Arithmetic::kReference, WeightLayout::kMmaTiles);
+    ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()));
   }
 }
 
@@ -276,7 +281,7 @@ TEST_P(ExpertsCudaTest, GivesATokenTheSameBitsInEveryBatch) {
   if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
   // 11 groups of inputs: the eight parts of the gate product have one or two.
   ExpertsCase c(WeightFormat::kMxfp4, 27, 1408, 128, 6, 2, false);
-  const DeviceCase on_device(c, WeightLayout::kMmaTiles);
+  const DeviceCase on_device(c, TilesFor(variant));
   const ExpertsArgs all = on_device.Args(Arithmetic::kReference);
   ASSERT_TRUE(variant.launch(all, device.exec()).ok());
   device.Finish();
@@ -301,7 +306,7 @@ TEST_P(ExpertsCudaTest, FollowsTheIdsOfTheReplay) {
   TestDevice device;
   if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
   ExpertsCase c(WeightFormat::kMxfp4, 5, 128, 128, 9, 3, false);
-  DeviceCase on_device(c, WeightLayout::kMmaTiles);
+  DeviceCase on_device(c, TilesFor(variant));
   const ExpertsArgs args = on_device.Args(Arithmetic::kReference);
   ASSERT_TRUE(variant.launch(args, device.exec()).ok());  // The workspace grows.
   device.Finish();
@@ -335,7 +340,7 @@ TEST_P(ExpertsCudaTest, KeepsNanToItsTokenAndMayWriteOverItsInput) {
   if (!CanRunHere(variant, device.exec())) GTEST_SKIP() << "another architecture's";
   ExpertsCase c(WeightFormat::kMxfp4, 3, 128, 128, 6, 2, false);
   c.x[128 + 5] = std::numeric_limits<float>::quiet_NaN();
-  const DeviceCase on_device(c, WeightLayout::kMmaTiles);
+  const DeviceCase on_device(c, TilesFor(variant));
   ExpertsArgs args = on_device.Args(Arithmetic::kReference);
   args.out = args.x;
   ASSERT_TRUE(variant.launch(args, device.exec()).ok());

@@ -22,15 +22,15 @@ using grouped::Scratch;
 
 constexpr int64_t kTokensAtOnce = 2048;  // Bounds the workspace of a long prefill.
 
-bool CanMultiply(const WeightView& w) {
-  if (w.layout != WeightLayout::kMmaTiles) return false;
+bool CanMultiply(const WeightView& w, int arch) {
+  if (w.layout != TileLayout(w.format, arch)) return false;
   if (reinterpret_cast<uintptr_t>(w.elements) % 16 != 0) return false;  // Bulk copies.
   if (w.rows % grouped::kGroup != 0 || w.cols % grouped::kGroup != 0) return false;
   if (IsFp4(w.format)) return true;
   return w.format == WeightFormat::kFp8Block128 && w.first_col == 0 && w.first_row % 16 == 0;
 }
-bool CanMultiply(const ExpertWeights& e, int64_t intermediate) {
-  return CanMultiply(e.w1) && CanMultiply(e.w3) && CanMultiply(e.w2) &&
+bool CanMultiply(const ExpertWeights& e, int64_t intermediate, int arch) {
+  return CanMultiply(e.w1, arch) && CanMultiply(e.w3, arch) && CanMultiply(e.w2, arch) &&
          e.w1.format == e.w3.format && e.w1.rows == intermediate;
 }
 
@@ -126,20 +126,23 @@ absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, co
                                 args.out.row_stride, exec);
 }
 
-}  // namespace
-
-bool SupportsGroupedW4A8(const ExpertsArgs& args) {
+bool Supports(const ExpertsArgs& args, int arch) {
   if (args.arithmetic != Arithmetic::kReference) return false;
   if (args.experts.size() > size_t{grouped::kMaxExperts}) return false;
   const ExpertWeights* any = args.shared != nullptr ? args.shared : FirstLoaded(args);
   if (any == nullptr) return false;
   const auto fits = [&](const ExpertWeights& e) {
-    return e.w1.elements == nullptr || CanMultiply(e, any->w1.rows);
+    return e.w1.elements == nullptr || CanMultiply(e, any->w1.rows, arch);
   };
   if (args.shared != nullptr && !fits(*args.shared)) return false;
   if (!std::all_of(args.experts.begin(), args.experts.end(), fits)) return false;
   return reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && args.x.row_stride % 4 == 0;
 }
+
+}  // namespace
+
+bool SupportsGroupedOnSm90(const ExpertsArgs& args) { return Supports(args, kArchSm90); }
+bool SupportsGroupedOnSm120(const ExpertsArgs& args) { return Supports(args, kArchSm120); }
 
 absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, bool rows_are_f16,
                                  ProductLaunch gate, ProductLaunch down) {

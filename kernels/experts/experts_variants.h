@@ -24,13 +24,15 @@ absl::Status LaunchExpertsCpu(const ExpertsArgs& args, const Exec& exec);
 // Null in a build without CUDA, so that their rows of the table are never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchExpertsCuda(const ExpertsArgs& args, const Exec& exec);
-bool SupportsGroupedW4A8(const ExpertsArgs& args);
+bool SupportsGroupedOnSm90(const ExpertsArgs& args);
+bool SupportsGroupedOnSm120(const ExpertsArgs& args);
 absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsGroupedW4A8Sm120(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsGroupedMxf8f6f4(const ExpertsArgs& args, const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchExpertsCuda)(const ExpertsArgs&, const Exec&) = nullptr;
-inline constexpr bool (*SupportsGroupedW4A8)(const ExpertsArgs&) = nullptr;
+inline constexpr bool (*SupportsGroupedOnSm90)(const ExpertsArgs&) = nullptr;
+inline constexpr bool (*SupportsGroupedOnSm120)(const ExpertsArgs&) = nullptr;
 inline constexpr absl::Status (*LaunchExpertsGroupedW4A8)(const ExpertsArgs&,
                                                           const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchExpertsGroupedW4A8Sm120)(const ExpertsArgs&,

@@ -183,9 +183,10 @@ struct HalfRows {
   __device__ __forceinline__ void Load(const RowPlaces<kBlocks>& places, int group, int step) {
 #pragma unroll
     for (int nb = 0; nb < kBlocks; ++nb) {
-      const auto offset = static_cast<uint32_t>(group * 128 + step / 2 * 64 + step % 2 * 8);
-      const uint4 v =
-          *reinterpret_cast<const uint4*>(places.codes + 2 * (places.first_code[nb] + offset));
+      // One address for all steps: the rest of it is the same for all lanes.
+      const uint8_t* codes =
+          places.codes + 2 * uint64_t{places.first_code[nb] + static_cast<uint32_t>(group * 128)};
+      const uint4 v = *reinterpret_cast<const uint4*>(codes + (step / 2 * 128 + step % 2 * 16));
       uint32_t* to = words[nb][kAhead ? step : 0];
       to[0] = v.x;
       to[1] = v.y;
@@ -204,11 +205,29 @@ struct HalfRows {
   }
 };
 
+// The values of half `s` of a word of e4m3 scales.
+__device__ __forceinline__ void F32OfE4m3(uint32_t word, int s, float (&values)[2]) {
+  uint32_t low, high;
+  F16PairsOfE4m3(word, low, high);
+  F32OfF16Pair(s == 0 ? low : high, values[0], values[1]);
+}
+
 // Four e4m3 codes each of row g and row g + 8 as the A fragment of a k16 step, whose inputs are
 // taken in the order in which they lie.
 __device__ __forceinline__ void HalfFragment(uint32_t row_g, uint32_t row_g8, uint32_t (&a)[4]) {
   F16PairsOfE4m3(row_g, a[0], a[2]);
   F16PairsOfE4m3(row_g8, a[1], a[3]);
+}
+
+// The eight codes of a word of kMmaTilesF16 as the same, as f16 of 2^-14 their values. The factors
+// of the last two are two shifts each, one for the sign and one for the rest: what else they move
+// does not reach the bits that are kept.
+__device__ __forceinline__ void HalfFragmentOfFp4(uint32_t word, uint32_t (&a)[4]) {
+  constexpr uint32_t kKept = 0x8e008e00u;
+  a[0] = word & kKept;
+  a[1] = word << 3 & kKept;
+  a[2] = (word & 0x40384038u) * (1u << 1 | 1u << 6) & kKept;
+  a[3] = (word & 0x20072007u) * (1u << 2 | 1u << 9) & kKept;
 }
 
 // sums[nb] += weights of one group times rows that are f16; any format.
@@ -242,8 +261,13 @@ __device__ __forceinline__ void MultiplyHalfGroup(const unsigned char* tiles,
       }
       const uint32_t low = s == 0 ? codes.x : codes.z;
       const uint32_t high = s == 0 ? codes.y : codes.w;
-      HalfFragment(LowCodes(low), HighCodes(low), a[0]);
-      HalfFragment(LowCodes(high), HighCodes(high), a[1]);
+      HalfFragmentOfFp4(low, a[0]);
+      HalfFragmentOfFp4(high, a[1]);
+    }
+    float scales16[2][2] = {};  // Of row g and of row g + 8.
+    if constexpr (kFormat == WeightFormat::kNvfp4) {
+      F32OfE4m3(scales.x, s, scales16[0]);
+      F32OfE4m3(scales.y, s, scales16[1]);
     }
     rows.LoadDue(places, group, step);
 #pragma unroll
@@ -265,8 +289,7 @@ __device__ __forceinline__ void MultiplyHalfGroup(const unsigned char* tiles,
         for (int half = 0; half < 2; ++half) {
           MultiplyF16(c, a[half], b[half]);
           for (int i = 0; i < 4; ++i) {
-            const float scale = E4m3InWord(i >= 2 ? scales.y : scales.x, 2 * s + half);
-            sums[nb][i] = fmaf(c[i], scale, sums[nb][i]);
+            sums[nb][i] = fmaf(c[i], scales16[i / 2][half], sums[nb][i]);
           }
         }
       }

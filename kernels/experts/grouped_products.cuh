@@ -166,7 +166,9 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kAlone, kRingBl
   const int last = stream.last();
   int group = stream.first();
   if (group == last) return;
-  std::conditional_t<kAlone, PartSums<kKind, kRingBlocks, kBlocks>, NoParts> parts(last, totals);
+  constexpr bool kAddsParts = kAlone && kParts<kKind> != 1;
+  std::conditional_t<kAddsParts, PartSums<kKind, kRingBlocks, kBlocks>, NoParts> parts(last,
+                                                                                       totals);
   GroupOperands even;
   if constexpr (kAhead) even.Load(rows, job, row_tile, group);
 #pragma unroll 1
@@ -209,11 +211,25 @@ __device__ __forceinline__ float Gated(float g, float u, float limit, float weig
   return RoundBf16(g * Sigmoid(g) * u * weight);
 }
 
+// Where a warp is, in shared memory: it takes no registers from the products.
+struct UnitPlace {
+  int job, row, block;
+  int units_left;
+};
 // Where a unit lies: rows [first, first + count) of the batch, outputs from first_output on.
 struct UnitOutput {
   int first, count;
   int first_output;
 };
+
+template <int kOutputs>
+__device__ __forceinline__ UnitOutput OutputAt(const ProductArgs& args, const UnitPlace& place) {
+  const Job& job = args.scratch.jobs[place.job];
+  const int first = place.block * args.block_rows;
+  const int rest = job.num_rows - first;
+  return {job.first_row + first, rest < args.block_rows ? rest : args.block_rows,
+          place.row * kOutputs};
+}
 
 // What sums of a matrix are multiplied with in the end. The factor of a job is that of codes read
 // as e4m3, which block-scaled instructions do not do.
@@ -287,6 +303,24 @@ __device__ __forceinline__ void StoreAlone(const ProductArgs& args, const Job& j
   }
 }
 
+// Those of the down product, which are in one part.
+template <MmaKind kMma, int kBlocks>
+__device__ __forceinline__ void StoreTotals(const ProductArgs& args, const Job& job,
+                                            const UnitOutput& unit,
+                                            const float (&totals)[kBlocks][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const float factor = FactorOf<kMma>(job.w2);
+  uint16_t* y = args.scratch.y + int64_t{unit.first} * args.outputs + unit.first_output + lane / 4;
+#pragma unroll
+  for (int v = 0; v < kBlocks * 2; ++v) {
+    const int row = v / 2 * 8 + 2 * (lane % 4) + v % 2;
+    if (row >= unit.count) continue;
+    uint16_t* at = y + int64_t{row} * args.outputs;
+    at[0] = Bf16Bits(totals[v / 2][v % 2] * factor);
+    at[8] = Bf16Bits(totals[v / 2][v % 2 + 2] * factor);
+  }
+}
+
 template <ProductKind kKind, int kBlocks>
 __device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
                                                         const UnitOutput& unit) {
@@ -311,21 +345,31 @@ __device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
 template <MmaKind kMma, ProductKind kKind, bool kAlone, int kRingBlocks, int kBlocks>
 __device__ __forceinline__ void RunUnit(const ProductArgs& args,
                                         WeightStream<kKind, kAlone, kRingBlocks>& stream,
-                                        const Job& job, const UnitOutput& unit) {
+                                        const UnitPlace* place) {
   constexpr int kM = kMatrices<kKind>;
+  constexpr int kOutputs = kRowTiles<kKind, kAlone> * 16;
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int row_tile = unit.first_output / 16 + (kAlone ? 0 : warp / kSplits<kKind, kAlone>);
-  const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
   float totals[kM][kBlocks][4] = {};
-  const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
-  if (format == WeightFormat::kMxfp4) {
-    MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
-  } else if (format == WeightFormat::kNvfp4) {
-    MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
-  } else {
-    MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
+  {
+    const Job& job = args.scratch.jobs[place->job];
+    const UnitOutput unit = OutputAt<kOutputs>(args, *place);
+    const int row_tile = unit.first_output / 16 + (kAlone ? 0 : warp / kSplits<kKind, kAlone>);
+    const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
+    const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
+    if (format == WeightFormat::kMxfp4) {
+      MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
+    } else if (format == WeightFormat::kNvfp4) {
+      MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
+    } else {
+      MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
+    }
   }
-  if constexpr (kAlone) {
+  // Read again rather than kept.
+  const Job& job = args.scratch.jobs[place->job];
+  const UnitOutput unit = OutputAt<kOutputs>(args, *place);
+  if constexpr (kAlone && kParts<kKind> == 1) {
+    StoreTotals<kMma>(args, job, unit, totals[0]);
+  } else if constexpr (kAlone) {
     StoreAlone<kMma, kKind, kRingBlocks, kBlocks>(args, job, unit);
   } else {
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -344,11 +388,6 @@ __device__ __forceinline__ void RunUnit(const ProductArgs& args,
   }
 }
 
-// Where a warp is, in shared memory: it takes no registers from the products.
-struct UnitPlace {
-  int job, row, block;
-  int units_left;
-};
 __device__ __forceinline__ void NextUnit(const ProductArgs& args, int row_units, UnitPlace* place) {
   UnitPlace at = *place;
   --at.units_left;
@@ -372,9 +411,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
 #elif !ISTHMUS_HAS_SM90A
   if constexpr (kMma == MmaKind::kF16) __trap();
 #endif
-  constexpr int kDepth = kStages<kBlocks>;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kWarps * kDepth; ++i) BarrierInit(BarrierOf<kKind, kBlocks>(0, i), 1);
+    constexpr int kBarriers = kWarps * kTurns<kKind, kBlocks>;
+    for (int i = 0; i < kBarriers; ++i) BarrierInit(BarrierOf<kKind, kBlocks>(0, i), 1);
     FenceBarrierInit();
   }
   __syncthreads();
@@ -401,16 +440,11 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kBlocks>) void MultiplyExper
   }
   __syncwarp();
   while (place->units_left > 0) {
-    const Job& job = args.scratch.jobs[place->job];
-    const int first = place->block * args.block_rows;
-    const int rest = job.num_rows - first;
-    const UnitOutput at = {job.first_row + first, rest < args.block_rows ? rest : args.block_rows,
-                           place->row * kOutputs};
     constexpr int kFew = (kBlocks + 1) / 2;
-    if (kBlocks == kFew || at.count <= 8 * kFew) {
-      RunUnit<kMma, kKind, kAlone, kBlocks, kFew>(args, stream, job, at);
+    if (kBlocks == kFew || OutputAt<kOutputs>(args, *place).count <= 8 * kFew) {
+      RunUnit<kMma, kKind, kAlone, kBlocks, kFew>(args, stream, place);
     } else {
-      RunUnit<kMma, kKind, kAlone, kBlocks, kBlocks>(args, stream, job, at);
+      RunUnit<kMma, kKind, kAlone, kBlocks, kBlocks>(args, stream, place);
     }
     __syncwarp();
     if (threadIdx.x % kWarpLanes == 0) NextUnit(args, row_units, place);

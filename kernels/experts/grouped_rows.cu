@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of experts.grouped_w4a8 that handle rows: who goes to which expert, quantisation,
-// and the weighted sum. A few microseconds each, bound by latency.
+// and the weighted sum. A few microseconds each, bound by latency: each lets its successor start
+// before it waits itself, so that the weights of the products set out while it still does.
 #include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
 #include "kernels/core/pairs.cuh"
@@ -57,9 +58,10 @@ size_t RouteSharedBytes(int64_t num_experts) {
 }
 
 __device__ __forceinline__ JobWeight MakeJobWeight(const WeightView& w) {
-  // The codes of fp4 are read as e4m3, which is 2^-6 of them.
+  // The codes of fp4 are read as e4m3, which is 2^-6 of them, or as f16, which is 2^-14.
+  const float read = w.layout == WeightLayout::kMmaTilesF16 ? 0x1p14f : 0x1p6f;
   const float factor =
-      IsFp4(w.format) ? 64.0f * (w.format == WeightFormat::kNvfp4 ? w.global_scale : 1.0f) : 1.0f;
+      IsFp4(w.format) ? read * (w.format == WeightFormat::kNvfp4 ? w.global_scale : 1.0f) : 1.0f;
   return {static_cast<const uint8_t*>(w.elements),
           w.scales,
           factor,
@@ -213,8 +215,8 @@ __global__ __launch_bounds__(kRouteThreads, 1) void RouteAndQuantise(
     const __grid_constant__ Batch batch, const __grid_constant__ Scratch scratch,
     const float* __restrict__ x,  // [tokens, hidden], rows x_stride apart, aligned to 16 bytes
     int64_t x_stride) {
-  WaitForPredecessor();
   LetSuccessorStart();
+  WaitForPredecessor();
   if (blockIdx.x == 0) return Route(batch, scratch);
   const int groups = batch.hidden / static_cast<int>(kGroup);
   const int64_t item =
@@ -233,8 +235,8 @@ __global__ __launch_bounds__(kRouteThreads, 1) void RouteAndQuantise(
 __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void QuantiseHiddenRows(
     const __grid_constant__ Scratch scratch, int64_t rows, int64_t first_shared_row,
     int64_t intermediate) {
-  WaitForPredecessor();
   LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t groups = intermediate / kGroup;
   const int64_t item =
       int64_t{blockIdx.x} * kQuantiseWarps + static_cast<int>(threadIdx.x) / kWarpLanes;
@@ -282,8 +284,8 @@ __global__ __launch_bounds__(kCombineThreads) void CombineRows(
     int64_t routed_stride,
     float* out,  // [tokens, hidden], rows out_stride apart
     int64_t out_stride) {
-  WaitForPredecessor();
   LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t t = blockIdx.x;
   const int64_t d =
       (int64_t{blockIdx.y} * kCombineThreads + static_cast<int>(threadIdx.x)) * kCombineEach;

@@ -47,9 +47,14 @@ inline constexpr int kBlocksPerSm = kBlocks <= 2 ? 2 : 1;
 
 template <ProductKind kKind, int kBlocks>
 inline constexpr int kSumFloats = kWarps* kMatrices<kKind>* kBlocks * 128;
+// The stages of all matrices for the same inputs are a turn, which one barrier awaits. So many have
+// begun at once.
+template <ProductKind kKind, int kBlocks>
+inline constexpr int kTurns = (kStages<kBlocks> + kMatrices<kKind> - 1) / kMatrices<kKind>;
 template <ProductKind kKind, int kBlocks>
 inline constexpr int kProductSharedBytes =
-    kWarps* kStages<kBlocks>*(kStageBytes + static_cast<int>(sizeof(Mbarrier))) +
+    kWarps*(kStages<kBlocks>* kStageBytes +
+            kTurns<kKind, kBlocks> * static_cast<int>(sizeof(Mbarrier))) +
     kSumFloats<kKind, kBlocks>* static_cast<int>(sizeof(float));
 
 // Of 16 outputs.
@@ -76,9 +81,9 @@ __device__ __forceinline__ float* PartOf(int warp) {
          static_cast<int>(threadIdx.x) % kWarpLanes;
 }
 template <ProductKind kKind, int kBlocks>
-__device__ __forceinline__ Mbarrier* BarrierOf(int warp, int stage) {
+__device__ __forceinline__ Mbarrier* BarrierOf(int warp, int turn) {
   return reinterpret_cast<Mbarrier*>(PartsOf<kBlocks>() + kSumFloats<kKind, kBlocks>) +
-         warp * kStages<kBlocks> + stage;
+         warp * kTurns<kKind, kBlocks> + turn;
 }
 
 // Sets out the weights of the shared expert, of which every step needs all, towards the L2 while
@@ -133,14 +138,15 @@ __device__ __forceinline__ UnitRange ShareOf(const ProductArgs& args, int row_un
 }
 
 // A warp's next copy, in shared memory: it takes no registers from the products.
-struct NextCopy {
+struct alignas(16) NextCopy {
   const uint8_t* from[2];  // Of w1 and w3, or of w2.
-  int job, row, block;
-  int units_left;
-  int group;
-  int group_bytes;
-  int stage;
-  int matrix;
+  uint32_t bytes_left;     // Of each of them, of the unit, for this warp. 0: no unit is left.
+  uint32_t stage_bytes;    // Of a stage but the last of a unit.
+  uint32_t stage;          // In bytes from the warp's first.
+  uint32_t turn;
+  // The unit.
+  int32_t job, row, block;
+  int32_t units_left;
 };
 
 // The weights that a warp reads, stage by stage, as far ahead of their use as the ring is long. A
@@ -149,9 +155,10 @@ template <ProductKind kKind, bool kAlone, int kBlocks>
 class WeightStream {
  public:
   static constexpr int kDepth = kStages<kBlocks>;
+  static constexpr int kM = kMatrices<kKind>;
   static constexpr int kSplit = kSplits<kKind, kAlone>;
   static constexpr int kTiles = kRowTiles<kKind, kAlone>;
-  static_assert(kDepth > kMatrices<kKind>);
+  static_assert(kDepth > kM);
 
   // Fills the ring.
   __device__ __forceinline__ WeightStream(const ProductArgs& args, const UnitRange& range,
@@ -164,7 +171,12 @@ class WeightStream {
     next.block = range.block;
     next.units_left = first() == last() ? 0 : range.end - range.begin;
     if (next.units_left > 0) Begin(next);
-    for (int i = 0; i < kDepth; ++i) Issue(next);
+#pragma unroll 1
+    for (int i = 0; i < kDepth / kM; ++i) {
+      Copy<0>(next);
+      if constexpr (kM == 2) Copy<1>(next);
+    }
+    if constexpr (kDepth % kM != 0) Copy<0>(next);
     *next_of_warp_ = next;
   }
   // The share of the inputs of this warp, in groups.
@@ -173,22 +185,35 @@ class WeightStream {
   __device__ __forceinline__ int groups() const { return args_.inputs / static_cast<int>(kGroup); }
 
   // The oldest stages, one of every matrix, when they have arrived.
-  __device__ __forceinline__ void Wait(const unsigned char* (&stages)[kMatrices<kKind>]) {
+  __device__ __forceinline__ void Wait(const unsigned char* (&stages)[kM]) {
+    BarrierWait(BarrierOf<kKind, kBlocks>(WarpIndex(), 0) + turn_, parity_);
+    // The stage that a turn begins with is always the same if all have room.
+    int stage = kDepth % kM == 0 ? turn_ * kM * kStageBytes : stage_;
 #pragma unroll
-    for (int m = 0; m < kMatrices<kKind>; ++m) {
-      BarrierWait(BarrierOf<kKind, kBlocks>(WarpIndex(), used_), parity_);
-      stages[m] = StageOf<kBlocks>(WarpIndex(), used_);
-      used_ = used_ + 1 == kDepth ? 0 : used_ + 1;
-      parity_ ^= used_ == 0 ? 1u : 0u;
+    for (int m = 0; m < kM; ++m) {
+      stages[m] = StageOf<kBlocks>(WarpIndex(), 0) + stage;
+      stage += kStageBytes;
+      if (kDepth % kM != 0 && stage == kDepth * kStageBytes) stage = 0;
+    }
+    stage_ = stage;
+    if (++turn_ == kTurns<kKind, kBlocks>) {
+      turn_ = 0;
+      parity_ ^= 1u;
     }
   }
-  // They have been read: their places take the next copies.
+  // They have been read: their places take the next copies, which begin within a turn where the
+  // depth is odd.
   __device__ __forceinline__ void Release() {
     __syncwarp();
     if (threadIdx.x % kWarpLanes == 0) {
       NextCopy next = *next_of_warp_;
-#pragma unroll 1
-      for (int m = 0; m < kMatrices<kKind>; ++m) Issue(next);
+      if constexpr (kDepth % kM != 0) {
+        Copy<1>(next);
+        Copy<0>(next);
+      } else {
+        Copy<0>(next);
+        if constexpr (kM == 2) Copy<1>(next);
+      }
       *next_of_warp_ = next;
     }
     __syncwarp();
@@ -196,35 +221,32 @@ class WeightStream {
 
  private:
   __device__ __forceinline__ static int Split() { return WarpIndex() % kSplit; }
-  // Starts the next copy, if there is any left. One lane.
-  __device__ __forceinline__ void Issue(NextCopy& next) const {
-    if (next.units_left <= 0) return;
-    const int most = next.group_bytes == GroupBytes(WeightFormat::kFp8Block128) ? 1 : 2;
-    const int count = last() - next.group < most ? last() - next.group : most;
-    const auto bytes = static_cast<unsigned>(count * next.group_bytes);
-    Mbarrier* full = BarrierOf<kKind, kBlocks>(WarpIndex(), next.stage);
-    BarrierArriveExpect(full, bytes);
-    BulkCopyOnce(StageOf<kBlocks>(WarpIndex(), next.stage), next.from[0], bytes, full);
-    next.stage = next.stage + 1 == kDepth ? 0 : next.stage + 1;
-    next.from[0] += bytes;
-    if (kMatrices<kKind> == 2) {
-      const uint8_t* other = next.from[1];
-      next.from[1] = next.from[0];
-      next.from[0] = other;
-      next.matrix ^= 1;
-      if (next.matrix != 0) return;
-    }
-    next.group += count;
-    if (next.group == last() && --next.units_left > 0) Advance(next);
+  // Starts the next copy, which is of matrix kMatrix, if there is any left. One lane.
+  template <int kMatrix>
+  __device__ __forceinline__ void Copy(NextCopy& next) const {
+    if (next.bytes_left == 0) return;
+    const uint32_t bytes = next.bytes_left < next.stage_bytes ? next.bytes_left : next.stage_bytes;
+    Mbarrier* full = BarrierOf<kKind, kBlocks>(WarpIndex(), 0) + next.turn;
+    if (kMatrix == 0) BarrierArriveExpect(full, kM * bytes);
+    BulkCopyOnce(StageOf<kBlocks>(WarpIndex(), 0) + next.stage, next.from[kMatrix], bytes, full);
+    next.stage += kStageBytes;
+    if (next.stage == kDepth * kStageBytes) next.stage = 0;
+    next.from[kMatrix] += bytes;
+    if (kMatrix + 1 < kM) return;
+    if (++next.turn == kTurns<kKind, kBlocks>) next.turn = 0;
+    next.bytes_left -= bytes;
+    if (next.bytes_left == 0 && --next.units_left > 0) Advance(next);
   }
   // The first copies of a unit.
   __device__ __forceinline__ void Begin(NextCopy& next) const {
-    next.group = first();
     const Job& job = args_.scratch.jobs[next.job];
     const JobWeight& w = kKind == ProductKind::kGate ? job.w1 : job.w2;
-    next.group_bytes = GroupBytes(w.format);
+    const int group_bytes = GroupBytes(w.format);
+    next.bytes_left = static_cast<uint32_t>((last() - first()) * group_bytes);
+    next.stage_bytes = static_cast<uint32_t>(
+        w.format == WeightFormat::kFp8Block128 ? group_bytes : 2 * group_bytes);
     const int64_t row_tile = int64_t{next.row} * kTiles + (kAlone ? 0 : WarpIndex() / kSplit);
-    const int64_t offset = (row_tile * groups() + next.group) * next.group_bytes;
+    const int64_t offset = (row_tile * groups() + first()) * group_bytes;
     next.from[0] = w.tiles + offset;
     if (kKind == ProductKind::kGate) next.from[1] = job.w3.tiles + offset;
   }
@@ -243,7 +265,8 @@ class WeightStream {
 
   const ProductArgs& args_;
   NextCopy* next_of_warp_;
-  int used_ = 0;
+  int stage_ = 0;  // In bytes from the warp's first.
+  int turn_ = 0;
   unsigned parity_ = 0;
 };
 

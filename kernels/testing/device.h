@@ -123,9 +123,9 @@ class DeviceWeight {
   explicit DeviceWeight(const WeightView& host, WeightLayout layout = WeightLayout::kMmaTiles)
       : view_(host) {
     std::vector<std::byte> bytes;
-    if (layout == WeightLayout::kMmaTiles) {
+    if (IsTiled(layout)) {
       bytes.resize(static_cast<size_t>(TiledBytes(host)));
-      view_ = TileWeight(host, bytes.data());
+      view_ = TileWeight(host, bytes.data(), layout);
     } else {
       const int64_t elements = host.rows * host.cols;
       const int64_t size = IsFp4(host.format)                   ? elements / 2

@@ -115,8 +115,8 @@ class Counter {
 // Copies tensors to the device and makes the views point there. Errors stay in status().
 class Uploader {
  public:
-  Uploader(std::byte* base, Staging* staging, ThreadPool* threads)
-      : place_(base), staging_(staging), threads_(threads) {}
+  Uploader(std::byte* base, int arch, Staging* staging, ThreadPool* threads)
+      : place_(base), arch_(arch), staging_(staging), threads_(threads) {}
 
   void Matrix(WeightView& w) {
     if (!status_.ok()) return;
@@ -162,7 +162,7 @@ class Uploader {
       ISTHMUS_RETURN_IF_ERROR(staging_->Send(to + first * row_bytes, count * row_bytes));
     }
     w = from;
-    w.layout = WeightLayout::kMmaTiles;
+    w.layout = kernels::TileLayout(from.format, arch_);
     w.elements = to;
     w.scales = nullptr;
     if (const int64_t bytes = BlockScaleBytes(from); bytes > 0) {
@@ -179,7 +179,7 @@ class Uploader {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = (first + i) * kernels::kPanelRows;
         kernels::TileWeight(kernels::RowSlice(w, row, std::min(kernels::kPanelRows, w.rows - row)),
-                            out + i * row_bytes);
+                            out + i * row_bytes, kernels::TileLayout(w.format, arch_));
       }
     };
     if (threads_ != nullptr) {
@@ -196,7 +196,7 @@ class Uploader {
     const WeightView rows =
         kernels::RowSlice(from, first, std::min(kernels::kPanelRows, from.rows - first));
     WeightView read = rows;
-    read.layout = WeightLayout::kMmaTiles;
+    read.layout = to.layout;
     std::vector<std::byte> tiles;
     const int64_t bytes = TileRowBytes(from);
     ISTHMUS_RETURN_IF_ERROR(staging_->ReadBack(
@@ -218,6 +218,7 @@ class Uploader {
   }
 
   Placement place_;
+  const int arch_;
   Staging* staging_;
   ThreadPool* threads_;
   absl::Status status_;
@@ -243,6 +244,8 @@ absl::StatusOr<std::unique_ptr<DeviceWeights>> DeviceWeights::Upload(const Weigh
                                                                      ThreadPool* threads) {
   std::unique_ptr<DeviceWeights> out(new DeviceWeights());
   out->config_ = std::make_unique<ModelConfig>(whole.config());
+  ISTHMUS_ASSIGN_OR_RETURN(const int current, kernels::CurrentDevice());
+  ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceProperties device, kernels::PropertiesOf(current));
   Staging staging;
   ISTHMUS_RETURN_IF_ERROR(staging.Open());
   for (int i = 0; i < out->config_->num_hidden_layers; ++i) {
@@ -252,7 +255,7 @@ absl::StatusOr<std::unique_ptr<DeviceWeights>> DeviceWeights::Upload(const Weigh
     VisitLayer(layer, counter);
     ISTHMUS_ASSIGN_OR_RETURN(kernels::DeviceBuffer buffer,
                              kernels::DeviceBuffer::Allocate(counter.bytes()));
-    Uploader uploader(buffer.data(), &staging, threads);
+    Uploader uploader(buffer.data(), device.arch, &staging, threads);
     VisitLayer(layer, uploader);
     ISTHMUS_RETURN_IF_ERROR(uploader.status());
     ISTHMUS_RETURN_IF_ERROR(staging.Finish());
@@ -273,7 +276,7 @@ absl::StatusOr<std::unique_ptr<DeviceWeights>> DeviceWeights::Upload(const Weigh
   ISTHMUS_ASSIGN_OR_RETURN(
       kernels::DeviceBuffer buffer,
       kernels::DeviceBuffer::Allocate(counter.bytes() + embed_bytes + Placement::kAlign));
-  Uploader uploader(buffer.data(), &staging, threads);
+  Uploader uploader(buffer.data(), device.arch, &staging, threads);
   VisitHyperConnection(views.hc_head, uploader);
   uploader.Matrix(views.head);
   uploader.Vector(views.norm);

@@ -41,7 +41,7 @@ class Randomiser {
     std::byte* const to = place_.Take(bytes);
     std::byte* const scales = place_.Take(BlockScaleBytes(w));
     if (counts_) return;
-    w.layout = kernels::WeightLayout::kMmaTiles;
+    w.layout = kernels::TileLayout(w.format, exec_.arch);
     w.elements = to;
     const double deviation = 1.0 / std::sqrt(static_cast<double>(w.cols));
     const auto limit = static_cast<float>(std::sqrt(3.0) * deviation);

@@ -37,7 +37,8 @@ std::vector<uint8_t> Fetch(const void* from, int64_t bytes) {
 
 // Every value of the matrix on the device is that of the host's.
 void ExpectSameValues(const WeightView& host, const WeightView& device) {
-  ASSERT_EQ(device.layout, kernels::WeightLayout::kMmaTiles);
+  ASSERT_EQ(device.layout,
+            kernels::TileLayout(device.format, kernels::PropertiesOf(0).value().arch));
   ASSERT_EQ(host.rows, device.rows);
   ASSERT_EQ(host.cols, device.cols);
   const std::vector<uint8_t> elements = Fetch(device.elements, kernels::TiledBytes(device));
