@@ -14,8 +14,8 @@ namespace isthmus::diag {
 
 absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
-                                   const std::function<void(int32_t)>& on_token) {
-  const absl::Time start = RealClock().Now();
+                                   const std::function<void(int32_t)>& on_token,
+                                   const SequenceEnd& on_end) {
   const int64_t room = local.cache_tokens() - static_cast<int64_t>(prompt.size());
   if (room < 1) {
     return absl::InvalidArgumentError(absl::StrCat("prompt: it has ", prompt.size(),
@@ -24,21 +24,29 @@ absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prom
   }
   engine::SamplingParams bounded = sampling;
   bounded.max_tokens = std::min(sampling.max_tokens, room);
-  TokenRun run;
-  engine::Engine& engine = local.engine();
   ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence,
-                           engine.Admit("local", std::move(prompt), bounded));
+                           local.engine().Admit("local", std::move(prompt), bounded));
+  return RunSequence(local, std::move(sequence), on_token, on_end);
+}
+
+absl::StatusOr<TokenRun> RunSequence(LocalEngine& local, engine::Sequence sequence,
+                                     const std::function<void(int32_t)>& on_token,
+                                     const SequenceEnd& on_end) {
+  const absl::Time start = RealClock().Now();
+  TokenRun run;
   engine::Sequence* const one = &sequence;
   while (!sequence.is_finished()) {
     const int64_t before = sequence.num_output_tokens();
-    ISTHMUS_RETURN_IF_ERROR(engine.Step({&one, 1}));
+    ISTHMUS_RETURN_IF_ERROR(local.engine().Step({&one, 1}));
     if (sequence.num_output_tokens() == before) continue;  // A chunk of the prompt.
-    if (before == 0) run.ttft_seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
+    if (run.output_tokens++ == 0) {
+      run.ttft_seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
+    }
     on_token(sequence.tokens.back());
   }
-  run.output_tokens = sequence.num_output_tokens();
   run.finish = sequence.finish;
   run.seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
+  if (on_end != nullptr) ISTHMUS_RETURN_IF_ERROR(on_end(sequence));
   return run;
 }
 
@@ -59,7 +67,8 @@ absl::StatusOr<std::unique_ptr<LocalChat>> LocalChat::Create(LocalEngine* local,
 }
 
 absl::StatusOr<ChatReply> LocalChat::Chat(const ChatRequest& request,
-                                          const std::function<void(absl::string_view)>& on_text) {
+                                          const std::function<void(absl::string_view)>& on_text,
+                                          const SequenceEnd& on_end) {
   text::ChatOptions options = options_;
   options.thinking = request.thinking;
   ISTHMUS_ASSIGN_OR_RETURN(const nlohmann::ordered_json messages,
@@ -71,14 +80,14 @@ absl::StatusOr<ChatReply> LocalChat::Chat(const ChatRequest& request,
   reply.prompt_tokens = static_cast<int64_t>(prompt.size());
   text::Detokenizer detokenizer(tokenizer_.get());
   const int32_t eos = local_->weights().config().eos_token_id;
-  ISTHMUS_ASSIGN_OR_RETURN(
-      const TokenRun run,
-      RunTokens(*local_, std::move(prompt), request.sampling, [&](int32_t token) {
-        if (token == eos) return;
-        const std::string text = detokenizer.Push(token);
-        reply.text += text;
-        if (!text.empty()) on_text(text);
-      }));
+  const auto on_token = [&](int32_t token) {
+    if (token == eos) return;
+    const std::string text = detokenizer.Push(token);
+    reply.text += text;
+    if (!text.empty()) on_text(text);
+  };
+  ISTHMUS_ASSIGN_OR_RETURN(const TokenRun run, RunTokens(*local_, std::move(prompt),
+                                                         request.sampling, on_token, on_end));
   const std::string rest = detokenizer.Finish();
   reply.text += rest;
   if (!rest.empty()) on_text(rest);

@@ -38,6 +38,9 @@ struct ChatReply {
 using ChatBackend = std::function<absl::StatusOr<ChatReply>(
     const ChatRequest& request, const std::function<void(absl::string_view)>& on_text)>;
 
+// Gets a sequence that has ended while it still has its cache; its error is the run's.
+using SequenceEnd = std::function<absl::Status(const engine::Sequence&)>;
+
 class LocalChat {
  public:
   // Reads the tokenizer and the encoder generation of the checkpoint; `local` must outlive it.
@@ -45,7 +48,8 @@ class LocalChat {
                                                            const std::string& checkpoint);
 
   absl::StatusOr<ChatReply> Chat(const ChatRequest& request,
-                                 const std::function<void(absl::string_view)>& on_text);
+                                 const std::function<void(absl::string_view)>& on_text,
+                                 const SequenceEnd& on_end = nullptr);
 
  private:
   LocalEngine* local_ = nullptr;
@@ -53,7 +57,8 @@ class LocalChat {
   text::ChatOptions options_;
 };
 
-// Runs `prompt` to its end. `on_token` is called for every output token, the end token included.
+// Runs `prompt` to its end. `on_token` is called for every output token, the end token included;
+// `on_end` with the sequence while it still has its cache.
 // InvalidArgument: the prompt leaves no room in the cache; a reply that fills it ends as kLength.
 struct TokenRun {
   int64_t output_tokens = 0;
@@ -63,7 +68,13 @@ struct TokenRun {
 };
 absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
-                                   const std::function<void(int32_t)>& on_token);
+                                   const std::function<void(int32_t)>& on_token,
+                                   const SequenceEnd& on_end = nullptr);
+
+// The same from where `sequence` stands, and for the tokens that it gains.
+absl::StatusOr<TokenRun> RunSequence(LocalEngine& local, engine::Sequence sequence,
+                                     const std::function<void(int32_t)>& on_token,
+                                     const SequenceEnd& on_end = nullptr);
 
 // {"role", "content", "reasoning_content", "tool_calls", "finish_reason", "usage"}.
 nlohmann::ordered_json ReplyJson(const ChatReply& reply);

@@ -14,6 +14,8 @@
 #include "services/diag/chat.h"
 #include "services/diag/commands.h"
 #include "services/diag/dump.h"
+#include "services/engine/image_file.h"
+#include "services/engine/sequence_image.h"
 #include "services/text/chat_json.h"
 
 namespace isthmus::diag {
@@ -24,6 +26,9 @@ struct GenerateFlags {
   std::string message;
   std::optional<std::string> messages;
   std::optional<std::string> tokens;
+  std::optional<std::string> restore;
+  std::optional<std::string> save;
+  bool has_max_tokens = false;  // Given, not the default.
   std::string arithmetic = "reference";
   std::string device = "cpu";
   std::vector<std::string> patches;
@@ -44,17 +49,62 @@ void PrintFigures(int64_t prompt_tokens, int64_t output_tokens, double ttft, dou
       output_tokens, 1000 * ttft, rate);
 }
 
-absl::Status GenerateFromTokens(LocalEngine& local, const GenerateFlags& flags) {
+engine::ImageTerms TermsOf(const LocalEngine& local) {
+  engine::ImageTerms terms;
+  terms.weight_fingerprint = local.weights().fingerprint();
+  return terms;
+}
+
+// Saves a sequence that has ended, when that was asked for.
+SequenceEnd SaveTo(LocalEngine& local, const GenerateFlags& flags) {
+  if (!flags.save.has_value()) return nullptr;
+  return [&local, path = *flags.save](const engine::Sequence& sequence) -> absl::Status {
+    ISTHMUS_ASSIGN_OR_RETURN(const std::vector<std::byte> image,
+                             WriteSequenceImage(sequence, local.pool(), TermsOf(local)));
+    return engine::SaveImageFile(path, image);
+  };
+}
+
+// The saved sequence, with more tokens to go when more were asked for.
+absl::StatusOr<engine::Sequence> Restore(LocalEngine& local, const GenerateFlags& flags) {
   // NOLINTNEXTLINE(bugprone-unchecked-optional-access): the caller saw that it is given.
-  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(*flags.tokens));
-  const auto prompt_tokens = static_cast<int64_t>(prompt.size());
+  const std::string& path = *flags.restore;
+  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<std::byte> image,
+                           engine::LoadImageFile(path, local.pool().layout(), TermsOf(local)));
+  absl::StatusOr<engine::Sequence> sequence =
+      RestoreSequence(image, local.engine(), TermsOf(local));
+  if (!sequence.ok()) {
+    return absl::Status(sequence.status().code(),
+                        absl::StrCat(path, ": ", sequence.status().message()));
+  }
+  if (flags.has_max_tokens) sequence->sampling.max_tokens = flags.sampling.max_tokens;
+  const bool has_room = sequence->num_output_tokens() < sequence->sampling.max_tokens;
+  if (sequence->finish == engine::FinishReason::kLength && has_room) {
+    sequence->finish = engine::FinishReason::kNone;
+  }
+  return sequence;
+}
+
+absl::Status GenerateTokens(LocalEngine& local, const GenerateFlags& flags) {
   std::vector<int32_t> output;
-  ISTHMUS_ASSIGN_OR_RETURN(const TokenRun run,
-                           RunTokens(local, std::move(prompt), flags.sampling, [&](int32_t token) {
-                             output.push_back(token);
-                             if (!flags.json)
-                               std::cout << (output.size() == 1 ? "" : " ") << token << std::flush;
-                           }));
+  const auto on_token = [&](int32_t token) {
+    output.push_back(token);
+    if (!flags.json) std::cout << (output.size() == 1 ? "" : " ") << token << std::flush;
+  };
+  int64_t prompt_tokens = 0;
+  TokenRun run;
+  if (flags.restore.has_value()) {
+    ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence, Restore(local, flags));
+    prompt_tokens = sequence.num_prompt_tokens;
+    ISTHMUS_ASSIGN_OR_RETURN(
+        run, RunSequence(local, std::move(sequence), on_token, SaveTo(local, flags)));
+  } else {
+    // NOLINTNEXTLINE(bugprone-unchecked-optional-access): one of the two is given.
+    ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(*flags.tokens));
+    prompt_tokens = static_cast<int64_t>(prompt.size());
+    ISTHMUS_ASSIGN_OR_RETURN(
+        run, RunTokens(local, std::move(prompt), flags.sampling, on_token, SaveTo(local, flags)));
+  }
   if (flags.json) {
     const nlohmann::ordered_json reply = {{"tokens", output},
                                           {"finish_reason", engine::FinishReasonName(run.finish)},
@@ -87,9 +137,13 @@ absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags) {
   request.sampling = flags.sampling;
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalChat> chat,
                            LocalChat::Create(&local, flags.checkpoint));
-  ISTHMUS_ASSIGN_OR_RETURN(const ChatReply reply, chat->Chat(request, [&](absl::string_view text) {
-    if (!flags.json) std::cout << text << std::flush;
-  }));
+  ISTHMUS_ASSIGN_OR_RETURN(const ChatReply reply, chat->Chat(
+                                                      request,
+                                                      [&](absl::string_view text) {
+                                                        if (!flags.json)
+                                                          std::cout << text << std::flush;
+                                                      },
+                                                      SaveTo(local, flags)));
   if (flags.json) std::cout << ReplyJson(reply).dump();
   std::cout << "\n";
   PrintFigures(reply.prompt_tokens, reply.output_tokens, reply.ttft_seconds, reply.seconds);
@@ -115,8 +169,9 @@ absl::Status RunGenerate(const GenerateFlags& flags) {
   options.max_sequences = 1;
   options.threads = flags.threads;
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalEngine> local, LocalEngine::Create(options));
-  ISTHMUS_RETURN_IF_ERROR(flags.tokens.has_value() ? GenerateFromTokens(*local, flags)
-                                                   : GenerateFromChat(*local, flags));
+  const bool has_tokens = flags.tokens.has_value() || flags.restore.has_value();
+  ISTHMUS_RETURN_IF_ERROR(has_tokens ? GenerateTokens(*local, flags)
+                                     : GenerateFromChat(*local, flags));
   // A reply that did not arrive is no success: a full disk, a closed pipe.
   if (!std::cout.flush()) return absl::UnavailableError("stdout: cannot write the whole reply");
   return absl::OkStatus();
@@ -133,21 +188,34 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
   input->add_option("--messages", flags->messages,
                     "File in the form of the OpenAI API: {\"messages\": [...], \"tools\": [...]}");
   input->add_option("--tokens", flags->tokens, "File of decimal token ids");
+  CLI::Option* const restore = input->add_option(
+      "--restore", flags->restore,
+      "File that --save wrote: go on with it, and print the ids of what it gains");
   input->require_option(1);
+  command->add_option("--save", flags->save, "Where to save the sequence when it has ended");
   command->add_flag("--thinking", flags->thinking, "Let the model reason first");
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
   command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
   command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
       ->delimiter(',');
-  command->add_option("--max-tokens", flags->sampling.max_tokens, "Most output tokens")
-      ->capture_default_str();
+  CLI::Option* const max_tokens =
+      command
+          ->add_option("--max-tokens", flags->sampling.max_tokens,
+                       "Most output tokens; of a restored reply in all, default as saved")
+          ->capture_default_str();
   command->add_option("--temperature", flags->sampling.temperature, "0: greedy")
+      ->excludes(restore)
       ->capture_default_str();
-  command->add_option("--top-p", flags->sampling.top_p, "In (0, 1]")->capture_default_str();
-  command->add_option("--top-k", flags->sampling.top_k, "0: no limit")->capture_default_str();
+  command->add_option("--top-p", flags->sampling.top_p, "In (0, 1]")
+      ->excludes(restore)
+      ->capture_default_str();
+  command->add_option("--top-k", flags->sampling.top_k, "0: no limit")
+      ->excludes(restore)
+      ->capture_default_str();
   command->add_option("--seed", flags->sampling.seed, "Of the sampler")
       ->check(SeedProblem)
+      ->excludes(restore)
       ->capture_default_str();
   command
       ->add_option("--index-topk", flags->index_topk,
@@ -163,7 +231,10 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
       ->check(CLI::Range(0, 256))
       ->capture_default_str();
   command->add_flag("--json", flags->json, "Print the parsed message as JSON");
-  command->callback([flags, &status] { status = RunGenerate(*flags); });
+  command->callback([flags, max_tokens, &status] {
+    flags->has_max_tokens = max_tokens->count() > 0;
+    status = RunGenerate(*flags);
+  });
 }
 
 }  // namespace isthmus::diag

@@ -335,6 +335,7 @@ absl::StatusOr<Sequence> RestoreSequence(std::span<const std::byte> bytes, Engin
   ISTHMUS_ASSIGN_OR_RETURN(SequenceImage image,
                            ParseSequenceImage(bytes, engine.pool().layout(), bounded));
   Sequence sequence = std::move(image.sequence);
+  sequence.cache_salt = terms.salt;
   ISTHMUS_RETURN_IF_ERROR(engine.Validate(
       std::span(sequence.tokens).first(static_cast<size_t>(sequence.num_prompt_tokens)),
       sequence.sampling));
