@@ -95,6 +95,47 @@ absl::Status SequenceCache::CopyEnd(const PrefixHit& hit) {
                    SnapshotBytes(pool_->layout()));
 }
 
+absl::Status SequenceCache::ForkInto(SequenceCache& fork) {
+  ISTHMUS_CHECK(is_open() && fork.pool_ == pool_ && &fork != this && fork.num_tokens_ == 0);
+  const int64_t page_tokens = pool_->layout().geometry.page_tokens;
+  const int64_t num_full = num_tokens_ / page_tokens;
+  const auto own = std::exchange(fork.pages_, {});
+  fork.addresses_ = {};
+  for (int k = 0; k < kNumPagedKinds; ++k) {
+    const auto kind = static_cast<CacheKindIndex>(k);
+    for (int64_t page = 0; page < num_full && !pages_[kind].empty(); ++page) {
+      pool_->pages(kind).Hold(pages_[kind][static_cast<size_t>(page)]);
+      fork.AddPage(k, pages_[kind][static_cast<size_t>(page)]);
+    }
+    for (const int32_t page : own[kind]) fork.AddPage(k, page);
+  }
+  fork.capacity_tokens_ += num_full * page_tokens;
+  fork.num_shared_tokens_ = num_full * page_tokens;
+  const absl::Status status = CopyBehind(num_full, fork);
+  if (!status.ok()) {
+    fork.Reset();
+    return status;
+  }
+  fork.num_tokens_ = num_tokens_;
+  num_shared_tokens_ = std::max(num_shared_tokens_, fork.num_shared_tokens_);
+  return absl::OkStatus();
+}
+
+// The page behind the full ones, if it holds anything, and the state.
+absl::Status SequenceCache::CopyBehind(int64_t num_full, SequenceCache& fork) const {
+  ISTHMUS_RETURN_IF_ERROR(fork.Reserve(num_tokens_));
+  const auto index = static_cast<size_t>(num_full);
+  for (int k = 0; k < kNumPagedKinds; ++k) {
+    const auto kind = static_cast<CacheKindIndex>(k);
+    const bool has_rest = num_tokens_ > num_full * pool_->layout().geometry.page_tokens;
+    if (!has_rest || index >= pages_[kind].size()) continue;
+    const PagePool& pages = pool_->pages(kind);
+    ISTHMUS_RETURN_IF_ERROR(
+        CopyBytes(pages, pages_[kind][index], pages, fork.pages_[kind][index], pages.page_bytes()));
+  }
+  return CopyBytes(pool_->slots(), slot_, pool_->slots(), fork.slot_, pool_->slots().page_bytes());
+}
+
 PrefixIndex::PageLists SequenceCache::page_lists() const {
   PrefixIndex::PageLists lists;
   for (size_t k = 0; k < lists.size(); ++k) lists[k] = pages_[k];

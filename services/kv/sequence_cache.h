@@ -50,6 +50,13 @@ class SequenceCache {
   // On an error it is empty again. ResourceExhausted: no page for the copy.
   absl::Status Adopt(PrefixHit hit);
 
+  // Makes `fork`, an open cache of the same pool without tokens, a copy of this one, for another
+  // sequence with the same start. Full pages are shared from now on and never written; the page
+  // that is filled in part and the state slot are copied. Pages that `fork` has reserved before
+  // come behind the shared ones. On an error `fork` is empty. ResourceExhausted: no page for the
+  // copy.
+  absl::Status ForkInto(SequenceCache& fork);
+
   // Tokens, from the start, whose pages may have other holders: they are never written.
   int64_t num_shared_tokens() const { return num_shared_tokens_; }
 
@@ -72,6 +79,7 @@ class SequenceCache {
   void Close();
   void AddPage(int kind, int32_t page);
   absl::Status CopyEnd(const PrefixHit& hit);
+  absl::Status CopyBehind(int64_t num_full, SequenceCache& fork) const;
 
   CachePool* pool_ = nullptr;
   int32_t slot_ = -1;

@@ -139,5 +139,77 @@ TEST(SequenceCacheTest, RefusesMoreTokensThanItHasRoomFor) {
   EXPECT_EQ(cache.SetNumTokens(257).code(), absl::StatusCode::kInvalidArgument);
 }
 
+// ---- Forks.
+
+void Fill(PagePool& pool, int32_t page, int value) {
+  std::memset(pool.address(page), value, static_cast<size_t>(pool.page_bytes()));
+}
+
+TEST(SequenceCacheForkTest, SharesFullPagesAndCopiesTheRest) {
+  for (const bool reserves_first : {false, true}) {
+    for (const int64_t num_tokens : {0, 1, 255, 256, 257, 512, 700}) {
+      auto pool = *CachePool::Create(Layout(), 4096, 2);
+      SequenceCache parent = *pool->Open();
+      ASSERT_TRUE(parent.Reserve(700).ok());
+      ASSERT_TRUE(parent.SetNumTokens(num_tokens).ok());
+      for (const auto kind : {kCsaKv, kHcaKv}) {
+        int value = 1;
+        for (const int32_t page : parent.pages(kind)) Fill(pool->pages(kind), page, value++);
+      }
+      Fill(pool->slots(), parent.slot(), 77);
+      SequenceCache fork = *pool->Open();
+      if (reserves_first) {
+        ASSERT_TRUE(fork.Reserve(600).ok());
+      }
+      ASSERT_TRUE(parent.ForkInto(fork).ok());
+      const auto num_full = static_cast<size_t>(num_tokens / 256);
+      EXPECT_EQ(fork.num_tokens(), num_tokens);
+      EXPECT_EQ(fork.num_shared_tokens(), static_cast<int64_t>(num_full * 256));
+      EXPECT_EQ(parent.num_shared_tokens(), static_cast<int64_t>(num_full * 256));
+      EXPECT_GE(fork.capacity_tokens(), num_tokens);
+      EXPECT_EQ(*pool->slots().address(fork.slot()), std::byte{77});
+      for (const auto kind : {kCsaKv, kHcaKv}) {
+        EXPECT_EQ(static_cast<int64_t>(fork.pages(kind).size()),
+                  pool->layout().PagesFor(kind, fork.capacity_tokens()));
+        for (size_t page = 0; page < num_full; ++page) {
+          EXPECT_EQ(fork.pages(kind)[page], parent.pages(kind)[page]);
+        }
+        if (num_tokens % 256 == 0) continue;
+        const int32_t rest = fork.pages(kind)[num_full];
+        EXPECT_NE(rest, parent.pages(kind)[num_full]);
+        EXPECT_EQ(*pool->pages(kind).address(rest), std::byte(num_full + 1));
+        Fill(pool->pages(kind), rest, 99);
+        EXPECT_EQ(*pool->pages(kind).address(parent.pages(kind)[num_full]),
+                  std::byte(num_full + 1));
+      }
+      // Either may end first.
+      if (reserves_first) {
+        parent = SequenceCache();
+      } else {
+        fork = SequenceCache();
+      }
+      pool->CheckConservation();
+      parent = SequenceCache();
+      fork = SequenceCache();
+      pool->CheckConservation();
+      EXPECT_EQ(pool->pages(kCsaKv).num_free(), pool->pages(kCsaKv).num_pages());
+      EXPECT_EQ(pool->slots().num_free(), 2);
+    }
+  }
+}
+
+TEST(SequenceCacheForkTest, LeavesNothingBehindWhenThereIsNoPageForTheCopy) {
+  auto pool = *CachePool::Create(Layout(), 512, 2);
+  SequenceCache parent = *pool->Open();
+  ASSERT_TRUE(parent.Reserve(512).ok());
+  ASSERT_TRUE(parent.SetNumTokens(300).ok());
+  SequenceCache fork = *pool->Open();
+  EXPECT_EQ(parent.ForkInto(fork).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(fork.num_tokens(), 0);
+  EXPECT_TRUE(fork.pages(kCsaKv).empty());
+  parent = SequenceCache();
+  EXPECT_EQ(pool->pages(kCsaKv).num_free(), pool->pages(kCsaKv).num_pages());
+}
+
 }  // namespace
 }  // namespace isthmus::kv
