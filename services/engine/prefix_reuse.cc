@@ -46,6 +46,28 @@ absl::Status Adopt(kv::PrefixHit hit, int64_t num_tokens, Sequence& sequence) {
   return status;
 }
 
+// Takes over what host memory makes longer than what was found in pages, into the open and empty
+// cache, and makes it findable in pages again. Without that the cache stays empty.
+void AdoptFromHost(kv::CachePool& pool, std::span<const PrefixHash> chain, int64_t num_tokens,
+                   int64_t found, Sequence& sequence) {
+  kv::PrefixIndex& index = *pool.prefixes();
+  kv::HostHit hit = index.FindHost(sequence.prefix.root, chain, sequence.tokens, found,
+                                   static_cast<int64_t>(sequence.tokens.size()) - 1);
+  if (hit.num_tokens == 0) return;
+  absl::Status status = sequence.cache.AdoptHost(hit, std::move(hit.pages));
+  if (absl::IsDataLoss(status)) index.RefuseHost(hit);
+  if (!status.ok()) return;
+  status = sequence.cache.Reserve(num_tokens);
+  if (!status.ok()) return sequence.cache.Reset();
+  const std::span<const PrefixHash> blocks =
+      chain.first(static_cast<size_t>(hit.num_tokens / kPrefixBlockTokens));
+  index.Insert(sequence.prefix.root, blocks, sequence.tokens, sequence.cache.page_lists());
+  if (!index.LacksSnapshot(blocks.back())) return;
+  absl::StatusOr<kv::HeldPage> snapshot = pool.TakeSnapshot(sequence.cache);
+  if (!snapshot.ok()) return;
+  index.AddSnapshot(blocks.back(), *std::move(snapshot), kv::SnapshotReason::kTail);
+}
+
 absl::Status BeginWithPrefix(kv::CachePool& pool, int64_t num_tokens, Sequence& sequence) {
   ISTHMUS_ASSIGN_OR_RETURN(sequence.cache, pool.Open());
   sequence.prefix.branch = 0;
@@ -57,7 +79,8 @@ absl::Status BeginWithPrefix(kv::CachePool& pool, int64_t num_tokens, Sequence& 
     const std::span<const PrefixHash> chain = ChainOf(*index, known, sequence);
     kv::PrefixHit hit = index->FindState(sequence.prefix.root, chain, sequence.tokens, known - 1);
     if (hit.num_matched_tokens > hit.num_tokens) sequence.prefix.branch = hit.num_matched_tokens;
-    if (hit.num_tokens > 0) {
+    AdoptFromHost(pool, chain, num_tokens, hit.num_tokens, sequence);
+    if (hit.num_tokens > 0 && sequence.cache.num_tokens() == 0) {
       const absl::Status status = Adopt(std::move(hit), num_tokens, sequence);
       if (!status.ok() && !absl::IsResourceExhausted(status)) return status;
     }

@@ -29,7 +29,7 @@ std::span<const int32_t> BlockOf(std::span<const int32_t> tokens, size_t block) 
 
 PrefixIndex::PrefixIndex(const kernels::KvLayout& layout, const Pools& pools,
                          const PrefixOptions& options, int64_t max_blocks)
-    : layout_fingerprint_(layout.fingerprint),
+    : layout_(layout),
       page_blocks_(layout.geometry.page_tokens / kPrefixBlockTokens),
       pools_(pools),
       options_(options),
@@ -38,12 +38,13 @@ PrefixIndex::PrefixIndex(const kernels::KvLayout& layout, const Pools& pools,
     block_bytes_ += static_cast<double>(pool->page_bytes()) / static_cast<double>(page_blocks_);
   }
   snapshot_bytes_ = static_cast<double>(pools_.snapshots->page_bytes());
+  if (options_.host_bytes > 0) host_ = std::make_unique<HostStore>(options_.host_bytes);
 }
 
 PrefixIndex::~PrefixIndex() { Clear(); }
 
 PrefixHash PrefixIndex::RootOf(absl::string_view salt) const {
-  return PrefixRoot(salt, layout_fingerprint_, options_.checkpoint_fingerprint);
+  return PrefixRoot(salt, layout_.fingerprint, options_.checkpoint_fingerprint);
 }
 
 // The nodes of the longest known prefix, from the first block on. First by name alone, so that the
@@ -181,7 +182,8 @@ int32_t PrefixIndex::AddNode(const Node& node) {
     if (IsLeaf(node.parent)) UnfileLeaf(node.parent);
     ++at(node.parent).num_children;
   }
-  if (static_cast<int64_t>(by_name_.size()) >= max_blocks_ && !EvictLeaf()) {
+  int64_t host_bytes = options_.host_step_bytes;
+  if (static_cast<int64_t>(by_name_.size()) >= max_blocks_ && !EvictLeaf(&host_bytes)) {
     if (node.parent != kNone && --at(node.parent).num_children == 0) FileLeaf(node.parent);
     return kNone;
   }
@@ -261,12 +263,13 @@ bool PrefixIndex::HasIdlePage(const Node& node) const {
 
 // A leaf in use is passed over as long as there is another one: it would free nothing. There are no
 // more of them than running sequences.
-bool PrefixIndex::EvictLeaf() {
+bool PrefixIndex::EvictLeaf(int64_t* host_bytes) {
   if (leaves_.empty()) return false;
   const auto idle = std::ranges::find_if(
       leaves_, [this](const Filed& filed) { return HasIdlePage(at(filed.node)); });
   const Filed victim = idle != leaves_.end() ? *idle : *leaves_.begin();
   page_clock_ = std::max(page_clock_, victim.worth);
+  Offload(victim.node, host_bytes);
   RemoveLeaf(victim.node);
   ++counts_.evicted_blocks;
   return true;
@@ -274,9 +277,10 @@ bool PrefixIndex::EvictLeaf() {
 
 bool PrefixIndex::EvictUntil(const std::array<int64_t, kNumPagedKinds>& num_free) {
   MutexLock lock(mutex_);
+  int64_t host_bytes = options_.host_step_bytes;
   for (size_t k = 0; k < num_free.size(); ++k) {
     while (pools_.pages[k]->num_free() < num_free[k]) {
-      if (!EvictLeaf()) return false;
+      if (!EvictLeaf(&host_bytes)) return false;
     }
   }
   return true;
@@ -302,6 +306,7 @@ bool PrefixIndex::EvictSnapshot() {
   if (idle == snapshots_.end()) return false;
   const Filed victim = *idle;
   snapshot_clock_ = std::max(snapshot_clock_, victim.worth);
+  OffloadSnapshot(victim.node);
   const bool is_leaf = IsLeaf(victim.node);
   if (is_leaf) UnfileLeaf(victim.node);
   DropSnapshot(victim.node);
@@ -346,6 +351,7 @@ void PrefixIndex::DropOldTails(int32_t node) {
 
 void PrefixIndex::Clear() {
   MutexLock lock(mutex_);
+  if (host_ != nullptr) host_ = std::make_unique<HostStore>(options_.host_bytes);
   while (!leaves_.empty()) RemoveLeaf(leaves_.begin()->node);
   ISTHMUS_CHECK(by_name_.empty() && snapshots_.empty());
 }
@@ -360,8 +366,14 @@ int64_t PrefixIndex::num_blocks() const {
   return static_cast<int64_t>(by_name_.size());
 }
 
+int64_t PrefixIndex::host_bytes() const {
+  MutexLock lock(mutex_);
+  return host_ == nullptr ? 0 : host_->bytes();
+}
+
 void PrefixIndex::CheckConservation() const {
   MutexLock lock(mutex_);
+  if (host_ != nullptr) host_->CheckConservation();
   std::array<std::vector<int32_t>, kNumPagedKinds> kept;
   for (size_t k = 0; k < kept.size(); ++k) {
     kept[k].resize(static_cast<size_t>(pools_.pages[k]->num_pages()));

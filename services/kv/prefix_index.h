@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <span>
 #include <unordered_map>
@@ -22,6 +23,7 @@
 #include "kernels/core/kv_layout.h"
 #include "services/base/mutex.h"
 #include "services/base/prefix_hash.h"
+#include "services/kv/host_store.h"
 #include "services/kv/page_pool.h"
 
 namespace isthmus::kv {
@@ -33,6 +35,10 @@ struct PrefixOptions {
   // Snapshots that a conversation keeps of its latest ends; at least 1.
   int32_t tails = 2;
   uint64_t checkpoint_fingerprint = 0;
+  // Host memory for what is evicted; 0: none. A call copies no more than host_step_bytes to or from
+  // it, so that a step waits for no more; what exceeds that is lost, or computed again.
+  int64_t host_bytes = 0;
+  int64_t host_step_bytes = int64_t{256} << 20;
 };
 
 // Why a snapshot was taken. Only tails give way to newer ones of their conversation.
@@ -50,12 +56,25 @@ struct PrefixHit {
   HeldPage snapshot;  // Not held when only pages were asked for, or nothing was found.
 };
 
+// A prefix that is found further than the pages alone reach, with what was evicted of it.
+struct HostHit {
+  int64_t num_tokens = 0;           // A multiple of 128; 0: the host has nothing to add.
+  PrefixHit pages;                  // Of the blocks in front that are in pages still; no snapshot.
+  std::vector<SharedBytes> blocks;  // Of the blocks behind them.
+  SharedBytes snapshot;             // At the end.
+  PrefixHash first_in_host;         // Name of the first of `blocks`, or where the snapshot is.
+};
+
 // Since the start.
 struct PrefixCounts {
   uint64_t queried_tokens = 0;
   uint64_t hit_tokens = 0;
   uint64_t evicted_blocks = 0;
   uint64_t evicted_snapshots = 0;
+  uint64_t offloaded_blocks = 0;    // Evicted ones that were copied to host memory.
+  uint64_t lost_blocks = 0;         // Evicted ones that would have exceeded host_step_bytes.
+  uint64_t host_hit_tokens = 0;     // Found in host memory, for whatever came of it.
+  uint64_t host_refused_bytes = 0;  // Whose sum differed: forgotten.
 };
 
 class PrefixIndex {
@@ -86,6 +105,14 @@ class PrefixIndex {
   PrefixHit FindPages(const PrefixHash& root, std::span<const PrefixHash> chain,
                       std::span<const int32_t> tokens);
 
+  // For whoever goes on computing, after FindState: the longest known prefix of at most
+  // `max_tokens` tokens when host memory makes it longer than `min_tokens`.
+  HostHit FindHost(const PrefixHash& root, std::span<const PrefixHash> chain,
+                   std::span<const int32_t> tokens, int64_t min_tokens, int64_t max_tokens);
+
+  // Of a host hit whose bytes are not what they were: forgets it, so that it is refused once.
+  void RefuseHost(const HostHit& hit);
+
   // Counts one request's look-up, however often it had to be repeated.
   void CountQuery(int64_t num_tokens, int64_t num_hit_tokens);
 
@@ -114,6 +141,7 @@ class PrefixIndex {
 
   PrefixCounts counts() const;
   int64_t num_blocks() const;
+  int64_t host_bytes() const;
 
   // Every hold of the index is that of one node, and every pool is in order; check-fails otherwise.
   void CheckConservation() const;
@@ -164,12 +192,17 @@ class PrefixIndex {
   bool HasIdlePage(const Node& node) const;
   int32_t AddNode(const Node& node);
   void RemoveLeaf(int32_t node);
-  bool EvictLeaf();
+  bool EvictLeaf(int64_t* host_bytes);
+  void Offload(int32_t node, int64_t* host_bytes);
+  void OffloadSnapshot(int32_t node);
+  HostBlock HostBlockOf(const Node& node) const;
+  absl::StatusOr<SharedBytes> ReadEntries(int32_t node) const;
+  int64_t DepthOf(int32_t node) const;
   void DropSnapshot(int32_t node);
   bool EvictSnapshot();
   void DropOldTails(int32_t node);
 
-  const uint64_t layout_fingerprint_;
+  const kernels::KvLayout layout_;
   const int64_t page_blocks_;  // Blocks in a page.
   const Pools pools_;
   const PrefixOptions options_;
@@ -186,6 +219,7 @@ class PrefixIndex {
   double page_clock_ = 0;
   double snapshot_clock_ = 0;
   uint64_t num_uses_ = 0;
+  std::unique_ptr<HostStore> host_;  // Null: evicted is gone.
   PrefixCounts counts_;
 };
 

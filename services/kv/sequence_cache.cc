@@ -78,6 +78,32 @@ absl::Status SequenceCache::Adopt(PrefixHit hit) {
 }
 
 // The part of a page at the end of a hit, and its snapshot.
+absl::Status SequenceCache::AdoptHost(const HostHit& hit, PrefixHit pages) {
+  int64_t at = pages.num_tokens;
+  ISTHMUS_RETURN_IF_ERROR(Adopt(std::move(pages)));
+  const auto copy = [&]() -> absl::Status {
+    ISTHMUS_RETURN_IF_ERROR(Reserve(hit.num_tokens));
+    const kernels::KvLayout& layout = pool_->layout();
+    for (const SharedBytes& block : hit.blocks) {
+      const auto page = static_cast<size_t>(at / layout.geometry.page_tokens);
+      BlockPages targets{};
+      for (size_t k = 0; k < targets.size(); ++k) {
+        targets[k] = pages_[k].empty() ? -1 : pages_[k][page];
+      }
+      ISTHMUS_RETURN_IF_ERROR(WriteBlock(layout, pool_->paged_pools(), targets,
+                                         at % layout.geometry.page_tokens, *block));
+      at += kPrefixBlockTokens;
+    }
+    return WritePage(pool_->slots(), slot_, *hit.snapshot);
+  };
+  const absl::Status status = copy();
+  if (!status.ok()) {
+    Reset();
+    return status;
+  }
+  return SetNumTokens(hit.num_tokens);
+}
+
 absl::Status SequenceCache::CopyEnd(const PrefixHit& hit) {
   const int64_t rest = hit.num_tokens - capacity_tokens_;
   if (rest > 0) {
@@ -210,22 +236,30 @@ absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLa
 absl::Status CachePool::CreatePrefixes(const PrefixOptions& options, int64_t num_tokens) {
   if (options.num_snapshots == 0) return absl::OkStatus();
   if (options.num_snapshots < 0 || options.tails < 1 || options.snapshot_interval < 1 ||
-      options.snapshot_interval % kPrefixBlockTokens != 0) {
+      options.snapshot_interval % kPrefixBlockTokens != 0 || options.host_bytes < 0 ||
+      options.host_step_bytes < 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "prefix cache: num_snapshots ", options.num_snapshots, ", tails ", options.tails,
-        ", snapshot_interval ", options.snapshot_interval,
-        "; the first must not be negative, the second positive, the third a multiple of ",
-        kPrefixBlockTokens));
+        ", snapshot_interval ", options.snapshot_interval, ", host_bytes ", options.host_bytes,
+        ", host_step_bytes ", options.host_step_bytes,
+        "; tails must be positive, the interval a multiple of ", kPrefixBlockTokens,
+        ", the rest not negative"));
   }
   ISTHMUS_ASSIGN_OR_RETURN(snapshots_, PagePool::Create("snapshot", SnapshotBytes(layout_),
                                                         options.num_snapshots, device()));
   PrefixIndex::Pools pools;
-  for (size_t k = 0; k < pages_.size(); ++k) pools.pages[k] = pages_[k].get();
+  pools.pages = paged_pools();
   pools.snapshots = snapshots_.get();
   // As many as the pages have room for, rounded up to whole pages.
   const int64_t max_blocks = (num_tokens + layout_.geometry.page_tokens) / kPrefixBlockTokens;
   prefixes_ = std::make_unique<PrefixIndex>(layout_, pools, options, max_blocks);
   return absl::OkStatus();
+}
+
+PagedPools CachePool::paged_pools() const {
+  PagedPools pools{};
+  for (size_t k = 0; k < pages_.size(); ++k) pools[k] = pages_[k].get();
+  return pools;
 }
 
 absl::StatusOr<CachePool::Pages> CachePool::Take(

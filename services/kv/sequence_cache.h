@@ -50,6 +50,10 @@ class SequenceCache {
   // On an error it is empty again. ResourceExhausted: no page for the copy.
   absl::Status Adopt(PrefixHit hit);
 
+  // The same of what was found with host memory's help, which is copied into pages of its own.
+  // DataLoss: bytes of host memory are not what they were.
+  absl::Status AdoptHost(const HostHit& hit, PrefixHit pages);
+
   // Makes `fork`, an open cache of the same pool without tokens, a copy of this one, for another
   // sequence with the same start. Full pages are shared from now on and never written; the page
   // that is filled in part and the state slot are copied. Pages that `fork` has reserved before
@@ -109,6 +113,7 @@ class CachePool {
   // The GPU that the pages lie on, or kHostMemory.
   int device() const { return slots_->arena().device(); }
   PagePool& pages(kernels::CacheKindIndex kind) { return *pages_[kind]; }
+  PagedPools paged_pools() const;
   // State slots are pages of a pool of their own: page index = slot, page_bytes = slot bytes.
   PagePool& slots() { return *slots_; }
 
