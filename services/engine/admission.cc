@@ -146,14 +146,14 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const auto kind = static_cast<kernels::CacheKindIndex>(k);
     const int64_t wanted = pool_->layout().PagesFor(kind, FinalTokensLocked(newcomer));
-    const int64_t available = pool_->pages(kind).num_free();
+    const int64_t available = pool_->pages(kind).num_available();
     if (wanted + growth[k] <= available) continue;
     return absl::ResourceExhaustedError(absl::StrCat(
         "page pool ", pool_->layout().kinds[k].name, ": ", wanted, " pages are expected to be ",
         "wanted, ", available, " of ", pool_->pages(kind).num_pages(), " are available, of which ",
         num_growing, " other sequences will want ", growth[k]));
   }
-  if (pool_->slots().num_free() > 0) return absl::OkStatus();
+  if (pool_->slots().num_available() > 0) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat("all ", pool_->slots().num_pages(), " state slots are taken"));
 }
