@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "services/model/scripted_forward.h"
+#include "services/rpc/wire.h"
 
 namespace isthmus::sim {
 namespace {
@@ -19,6 +20,7 @@ v1::GenerateRequest RequestOf(const std::string& name, const ClientPlan& plan) {
     request.mutable_token_ids()->add_ids(static_cast<uint32_t>(token));
   }
   request.mutable_sampling()->set_temperature(0);
+  request.set_priority(rpc::ToWire(plan.priority));
   request.mutable_sampling()->set_max_output_tokens(static_cast<uint32_t>(plan.max_output_tokens));
   return request;
 }

@@ -156,6 +156,9 @@ void Cluster::Play() {
 Excuses Cluster::ExcusesOf(const ClientPlan& plan) const {
   Excuses excuses;
   excuses.for_faults = !scenario_.is_fair();
+  if (scenario_.is_fair() && !scenario_.is_planned) {
+    excuses.patience = std::min(excuses.patience, scenario_.LongestWait());
+  }
   const auto num_clients = static_cast<int64_t>(scenario_.clients.size());
   const int64_t places =
       scenario_.router.max_active_requests + scenario_.router.max_queued_requests;
@@ -221,6 +224,10 @@ void Cluster::Settle() {
     if (status.ok()) ++num_replies_;
   }
   Await("giving back after the last request", kSettleSlack, [this] { return OpenEnds(); });
+  for (const auto& slot : slots_) {
+    MutexLock lock(mutex_);
+    if (slot->run != nullptr) journal_->Count("preemption", slot->run->num_preemptions());
+  }
 }
 
 }  // namespace isthmus::sim

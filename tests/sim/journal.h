@@ -24,9 +24,9 @@ class Journal {
   }
 
   // Something that may happen and is worth knowing how often.
-  void Count(const std::string& what) {
+  void Count(const std::string& what, uint64_t times = 1) {
     MutexLock lock(mutex_);
-    ++counts_[what];
+    counts_[what] += times;
   }
 
   // Something that must never happen.

@@ -55,6 +55,19 @@ void DrawSizes(RandomSource& random, Scenario& scenario) {
   router.request_timeout = Scenario::kRequestTimeout;
 }
 
+// One decode worker of few pages that expects replies to be short, and they are not: it preempts.
+void DrawPressure(RandomSource& random, Scenario& scenario) {
+  scenario.num_decode = 1;
+  worker::WorkerConfig& worker = scenario.worker;
+  worker.cache_tokens = 128 * random.Between(4, 8);
+  worker.max_sequences = static_cast<int32_t>(random.Between(3, 8));
+  worker.max_queued_sequences = 16;
+  worker.first_output_share = 0;
+  worker.expected_output_quantile = random.Chance(0.5) ? 0 : 0.5;
+  scenario.router.max_active_requests = static_cast<int32_t>(random.Between(8, 20));
+  scenario.router.max_behind_messages = 2048;
+}
+
 void DrawWeather(RandomSource& random, Weather& weather) {
   weather.longest_latency = random.Between(absl::Microseconds(100), absl::Milliseconds(5));
   weather.longest_write = random.Between(absl::Microseconds(100), absl::Milliseconds(20));
@@ -81,10 +94,11 @@ void DrawStorm(RandomSource& random, Weather& weather) {
 
 ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
   ClientPlan plan;
-  plan.arrives_at = Scale(absl::Seconds(5), random);
+  plan.arrives_at = Scale(scenario.is_pressed ? absl::Seconds(1) : absl::Seconds(5), random);
   const int64_t room = std::min<int64_t>(scenario.worker.cache_tokens, 512);
-  plan.max_output_tokens = random.Between(1, 48);
-  const int64_t longest = room - plan.max_output_tokens - 1;
+  plan.max_output_tokens = scenario.is_pressed ? random.Between(40, 300) : random.Between(1, 48);
+  plan.priority = static_cast<Priority>(random.Below(3));
+  const int64_t longest = scenario.is_pressed ? 150 : room - plan.max_output_tokens - 1;
   const int64_t length = random.Chance(0.3) ? random.Between(1, 8) : random.Between(1, longest);
   for (int64_t i = 0; i < length; ++i) {
     plan.prompt.push_back(static_cast<int32_t>(random.Between(2, kVocabSize - 1)));
@@ -138,6 +152,20 @@ void DrawMaintenance(RandomSource& random, Scenario& scenario) {
 
 }  // namespace
 
+absl::Duration Scenario::LongestWait() const {
+  // Reserve, prefill, handoff and back, a page write after another, tokens, and polls in between.
+  const absl::Duration latency = std::max(weather.longest_latency, weather.slow_latency);
+  const absl::Duration around = 8 * latency + 12 * weather.longest_write + absl::Milliseconds(500);
+  absl::Duration sum;
+  for (const ClientPlan& client : clients) {
+    const auto num_prompt_tokens = static_cast<int64_t>(client.prompt.size());
+    const int64_t num_chunks = num_prompt_tokens / worker.chunk_tokens + 1;
+    sum += around + (num_chunks + client.max_output_tokens) * script.step_time +
+           num_prompt_tokens * script.prefill_token_time;
+  }
+  return 2 * sum + absl::Seconds(10);
+}
+
 absl::string_view MisfortuneName(MisfortuneKind kind) {
   switch (kind) {
     case MisfortuneKind::kKill:
@@ -168,6 +196,8 @@ Scenario DrawScenario(uint64_t seed) {
   Scenario scenario;
   scenario.seed = seed;
   DrawSizes(random, scenario);
+  scenario.is_pressed = random.Chance(0.3);
+  if (scenario.is_pressed) DrawPressure(random, scenario);
   DrawWeather(random, scenario.weather);
   const int64_t num_clients = random.Between(4, 30);
   // A burst comes at once.
@@ -228,8 +258,9 @@ std::string Describe(const Scenario& scenario) {
     const ClientPlan& client = scenario.clients[i];
     absl::StrAppend(&text, "client ", i, " at ", absl::FormatDuration(client.arrives_at), ": ",
                     client.prompt.size(), " prompt tokens, ", client.max_output_tokens,
-                    " output tokens, leaves after ", absl::FormatDuration(client.leaves_after),
-                    ", deadline ", absl::FormatDuration(client.deadline), ", reads every ",
+                    " output tokens, priority ", static_cast<int>(client.priority),
+                    ", leaves after ", absl::FormatDuration(client.leaves_after), ", deadline ",
+                    absl::FormatDuration(client.deadline), ", reads every ",
                     absl::FormatDuration(client.read_pause), "\n");
   }
   for (const Misfortune& misfortune : scenario.misfortunes) {

@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "router/router_config.h"
+#include "services/base/urgency.h"
 #include "services/model/scripted_forward.h"
 #include "services/worker/worker_config.h"
 #include "tests/sim/random_source.h"
@@ -21,6 +22,7 @@ struct ClientPlan {
   absl::Duration arrives_at;
   std::vector<int32_t> prompt;
   int64_t max_output_tokens = 1;
+  Priority priority = Priority::kNormal;
 
   // Leaves so long after it came; infinite: stays.
   absl::Duration leaves_after = absl::InfiniteDuration();
@@ -85,6 +87,8 @@ struct Scenario {
   Weather weather;
   std::vector<ClientPlan> clients;
   std::vector<Misfortune> misfortunes;
+  // More than its decode worker has room for.
+  bool is_pressed = false;
   // All misfortunes are maintenance that nobody may notice.
   bool is_planned = false;
 
@@ -94,6 +98,11 @@ struct Scenario {
            worker.reservation_lease >= absl::Seconds(1) &&
            script.step_time < absl::Milliseconds(100);
   }
+
+  // If every request ran alone, after all others, with whatever latencies: a patient client of a
+  // fair cluster waits no longer, or it starves. Times two, since what was preempted is computed
+  // again.
+  absl::Duration LongestWait() const;
 
   static constexpr absl::Duration kRequestTimeout = absl::Seconds(60);
 

@@ -57,6 +57,7 @@ void WorkerRun::Stop(absl::Duration grace) {
   changed_.notify_all();
   threads_.clear();
   worker_->StopSteps();
+  around_.journal->Count("preemption", num_preemptions());
   decode_->Stop();
   server_->Stop(grace);
   worker_->Stop();
@@ -67,6 +68,10 @@ void WorkerRun::Stop(absl::Duration grace) {
   prefill_.reset();
   worker_.reset();
   around_.journal->Note(absl::StrCat(address_, " has stopped"));
+}
+
+uint64_t WorkerRun::num_preemptions() const {
+  return static_cast<uint64_t>(worker_->loop().num_preemptions());
 }
 
 bool WorkerRun::Pause(absl::Duration duration) {

@@ -52,6 +52,9 @@ class WorkerRun {
   // others see a process that died.
   void Stop(absl::Duration grace = absl::ZeroDuration());
 
+  // Preemptions so far.
+  uint64_t num_preemptions() const;
+
   // What is not given back yet; empty when nothing is missing.
   std::string MissingPages() const;
 
