@@ -2,9 +2,9 @@
 #include "router/accept.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "router/sampling.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/wire.h"
@@ -16,10 +16,6 @@ namespace {
 
 constexpr size_t kMaxRequestIdBytes = 128;
 constexpr size_t kMaxConversationBytes = size_t{8} << 20;
-
-absl::Status OutOfRange(absl::string_view field, double value, absl::string_view wanted) {
-  return absl::InvalidArgumentError(absl::StrCat(field, ": is ", value, ", want ", wanted));
-}
 
 }  // namespace
 
@@ -48,30 +44,10 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Create(const RouterConfig& c
   return acceptor;
 }
 
-absl::Status Acceptor::SetSampler(const v1::SamplingParams& sampling,
-                                  v1::SamplerState* state) const {
-  state->set_temperature(sampling.has_temperature() ? sampling.temperature()
-                                                    : config_.default_temperature);
-  state->set_top_p(sampling.has_top_p() ? sampling.top_p() : config_.default_top_p);
-  state->set_top_k(sampling.top_k());
-  state->set_seed(sampling.has_seed() ? sampling.seed() : rpc::NewIncarnation());
-  state->set_wants_logits_digests(sampling.wants_logits_digests());
-  // Written so that a NaN fails.
-  if (!(state->temperature() >= 0.0 && state->temperature() <= 2.0)) {
-    return OutOfRange("sampling.temperature", state->temperature(), "0 to 2");
-  }
-  if (!(state->top_p() > 0.0 && state->top_p() <= 1.0)) {
-    return OutOfRange("sampling.top_p", state->top_p(), "above 0, at most 1");
-  }
-  if (state->top_k() > uint32_t{INT32_MAX}) {
-    return OutOfRange("sampling.top_k", state->top_k(), "at most 2147483647");
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Acceptor::SetPriority(v1::Priority wanted, RoutedRequest* routed) {
   if (!v1::Priority_IsValid(wanted)) {
-    return OutOfRange("priority", wanted, absl::StrCat("0 to ", v1::Priority_MAX));
+    return absl::InvalidArgumentError(
+        absl::StrCat("priority: is ", wanted, ", want 0 to ", v1::Priority_MAX));
   }
   routed->priority = rpc::PriorityOf(wanted);
   return absl::OkStatus();
@@ -86,7 +62,6 @@ absl::Status Acceptor::SetPromptText(absl::string_view text, RoutedRequest* rout
 absl::Status Acceptor::Finish(const v1::SamplingParams& sampling, const v1::ClusterValues& values,
                               absl::Time now, absl::Time client_deadline,
                               RoutedRequest* routed) const {
-  ISTHMUS_RETURN_IF_ERROR(SetSampler(sampling, &routed->sampler));
   if (routed->prompt.empty()) return absl::InvalidArgumentError("prompt: has no tokens");
   const uint64_t size = routed->prompt.size();
   const uint64_t limit = values.max_sequence_tokens();
@@ -99,13 +74,8 @@ absl::Status Acceptor::Finish(const v1::SamplingParams& sampling, const v1::Clus
     return absl::InvalidArgumentError(absl::StrCat(
         "prompt: token ", i, " has id ", routed->prompt[i], ", want below ", values.vocab_size()));
   }
-  uint64_t wanted = static_cast<uint64_t>(config_.default_output_tokens);
-  if (sampling.has_max_output_tokens()) {
-    wanted = sampling.max_output_tokens();
-    if (wanted == 0) return OutOfRange("sampling.max_output_tokens", 0, "at least 1");
-  }
-  // A reply that meets the model's limit ends with FINISH_REASON_LENGTH, like any other limit.
-  routed->max_output_tokens = std::min(wanted, limit - size);
+  ISTHMUS_ASSIGN_OR_RETURN(routed->sampling, CompleteSampling(sampling, config_, values, size));
+  routed->max_output_tokens = routed->sampling.max_output_tokens();
   routed->accepted_at = now;
   routed->deadline = std::min(client_deadline, now + config_.request_timeout);
   return absl::OkStatus();

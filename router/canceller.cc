@@ -57,6 +57,7 @@ absl::Status Canceller::Ask(const CancelJob& job) {
   call.set_transfer_id(job.transfer_id);
   call.set_request_id(job.request_id);
   call.set_reason(job.reason);
+  if (job.reply_index.has_value()) call.set_reply_index(*job.reply_index);
   const auto options = [this](const WorkerLink& link) {
     return rpc::CallOptions{stops_ ? kLastPatience : kPatience,
                             [&link] { return !link.Standing().ok(); }};

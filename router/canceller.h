@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ struct CancelJob {
   // Null when it was never asked to write, or has said that it is done.
   std::shared_ptr<WorkerLink> prefill;
   std::shared_ptr<WorkerLink> decode;
+
+  // Of several replies that one alone, at the decode worker; nothing: all.
+  std::optional<uint32_t> reply_index = {};
 };
 
 class Canceller {

@@ -99,7 +99,7 @@ TEST(ClusterViewTest, RefusesAnotherProtocolVersionARoleAndAnAddressThatAreNone)
   card.set_protocol_version(77);
   const absl::Status version = fixture.view.Register(card).status();
   EXPECT_EQ(version.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(version.message()), HasSubstr("the worker's is 77, the router's 2"));
+  EXPECT_THAT(std::string(version.message()), HasSubstr("the worker's is 77, the router's 3"));
   card = fixture.decode->card;
   card.set_role(v1::WORKER_ROLE_UNSPECIFIED);
   EXPECT_TRUE(absl::IsInvalidArgument(fixture.view.Register(card).status()));

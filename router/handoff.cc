@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "router/sampling.h"
 #include "services/base/fault.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/channel.h"
@@ -42,8 +44,9 @@ Attempt::Attempt(const RoutedRequest* request, Placement placement, AttemptSetti
       placement_(std::move(placement)),
       setting_(std::move(setting)),
       transfer_id_(rpc::NewTransferId()),
-      tokens_(std::make_shared<TokenMailbox>(setting_.max_behind_messages, setting_.on_overflow,
-                                             *setting_.clock)) {
+      tokens_(std::make_shared<TokenMailbox>(
+          setting_.max_behind_messages * request->sampling.num_replies(), setting_.on_overflow,
+          *setting_.clock)) {
   placement_.decode->relay().Subscribe(transfer_id_, tokens_);
 }
 
@@ -105,6 +108,7 @@ absl::Status Attempt::Reserve() {
   call.set_num_prompt_tokens(request_->prompt.size());
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
+  call.set_num_replies(request_->sampling.num_replies());
   call.set_priority(rpc::ToWire(request_->priority));
   rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
   // Before the call: when its answer is lost, the pages are taken all the same.
@@ -124,28 +128,26 @@ absl::StatusOr<v1::KvHandoff> Attempt::Prefill() {
   v1::PrefillCall call;
   call.set_request_id(request_->request_id);
   call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
-  *call.mutable_sampler() = request_->sampler;
+  *call.mutable_sampler() = SamplerOf(request_->sampling);
   *call.mutable_reservation() = std::move(reservation_);
   *call.mutable_target() = placement_.decode->card().transfer();
   call.set_priority(rpc::ToWire(request_->priority));
   rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
   may_write_ = true;
   WorkerLink& prefill = *placement_.prefill;
-  absl::StatusOr<v1::KvHandoff> handoff = prefill.client().Prefill(call, CallTo(prefill));
+  absl::StatusOr<v1::PrefillReply> reply = prefill.client().Prefill(call, CallTo(prefill));
   placement_.prefill_charge.Release();
   // After an error that the worker itself gave nothing is written any more, but from here that
   // looks the same as a lost answer.
-  may_write_ = !handoff.ok();
-  if (!handoff.ok()) return Judge(handoff.status(), prefill, true);
-  return handoff;
+  may_write_ = !reply.ok();
+  if (!reply.ok()) return Judge(reply.status(), prefill, true);
+  *prompt_logprobs_.mutable_tokens() = std::move(*reply->mutable_prompt_logprobs());
+  return std::move(*reply->mutable_handoff());
 }
 
 absl::Status Attempt::Admit(v1::KvHandoff handoff) {
   v1::HandoffCall call;
-  first_token_.add_token_ids(handoff.first_token());
-  if (request_->sampler.wants_logits_digests()) {
-    first_token_.add_logits_crc32c(handoff.first_logits_crc32c());
-  }
+  ISTHMUS_RETURN_IF_ERROR(TakeFirstTokens(handoff));
   kv_bytes_ = handoff.kv_bytes();
   *call.mutable_handoff() = std::move(handoff);
   call.set_request_id(request_->request_id);
@@ -159,22 +161,69 @@ absl::Status Attempt::Admit(v1::KvHandoff handoff) {
   return absl::OkStatus();
 }
 
+absl::Status Attempt::TakeFirstTokens(const v1::KvHandoff& handoff) {
+  const uint32_t wanted = request_->sampling.num_replies();
+  if (static_cast<uint32_t>(handoff.first_tokens_size()) != wanted) {
+    return absl::InternalError(absl::StrCat("the handoff has ", handoff.first_tokens_size(),
+                                            " first tokens, want ", wanted));
+  }
+  first_tokens_.clear();
+  for (const v1::FirstToken& first : handoff.first_tokens()) {
+    v1::SequenceTokens& tokens = first_tokens_.emplace_back();
+    tokens.set_reply_index(static_cast<uint32_t>(first_tokens_.size() - 1));
+    tokens.add_token_ids(first.token_id());
+    if (request_->sampling.wants_logits_digests()) tokens.add_logits_crc32c(first.logits_crc32c());
+    if (request_->sampling.has_top_logprobs()) *tokens.add_logprobs() = first.logprobs();
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Attempt::HandOver() {
   ISTHMUS_ASSIGN_OR_RETURN(v1::KvHandoff handoff, Prefill());
   return Admit(std::move(handoff));
 }
 
-absl::StatusOr<v1::SequenceTokens> Attempt::NextTokens() {
+void Attempt::EndReply(uint32_t reply_index) {
+  ended_here_.insert(reply_index);
+  std::set<uint32_t> ended = ended_here_;
+  ended.insert(ended_there_.begin(), ended_there_.end());
+  if (ended.size() == request_->sampling.num_replies()) return;  // With the transfer.
+  CancelJob job;
+  job.transfer_id = transfer_id_;
+  job.request_id = request_->request_id;
+  job.reason = "a stop string has ended the reply";
+  job.decode = placement_.decode;
+  job.reply_index = reply_index;
+  setting_.canceller->Submit(std::move(job));
+}
+
+// Notes the ends among what has come; what it returns is what the client should hear of.
+absl::StatusOr<std::vector<v1::SequenceTokens>> Attempt::Sift(
+    std::vector<v1::SequenceTokens> messages) {
+  std::vector<v1::SequenceTokens> news;
+  for (v1::SequenceTokens& tokens : messages) {
+    if (tokens.end() != v1::SEQUENCE_END_UNSPECIFIED) {
+      ended_there_.insert(tokens.reply_index());
+      if (ended_there_.size() == request_->sampling.num_replies()) may_be_reserved_ = false;
+    }
+    // Tokens of a reply that was ended here may be on their way for a while.
+    if (ended_here_.count(tokens.reply_index()) > 0) continue;
+    if (tokens.end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens.error());
+    news.push_back(std::move(tokens));
+  }
+  return news;
+}
+
+absl::StatusOr<std::vector<v1::SequenceTokens>> Attempt::NextTokens() {
   while (true) {
-    ISTHMUS_ASSIGN_OR_RETURN(std::optional<v1::SequenceTokens> tokens,
+    ISTHMUS_ASSIGN_OR_RETURN(std::vector<v1::SequenceTokens> messages,
                              tokens_->TakeFor(kCancelPoll, next_take_at_));
-    if (tokens.has_value()) {
+    if (!messages.empty()) {
       const absl::Duration gather = setting_.gather_time;
       next_take_at_ =
           std::max(next_take_at_, setting_.clock->Now() - kGatherBurst * gather) + gather;
-      if (tokens->end() != v1::SEQUENCE_END_UNSPECIFIED) may_be_reserved_ = false;
-      if (tokens->end() == v1::SEQUENCE_END_FAILED) return rpc::FromWorkerError(tokens->error());
-      return *std::move(tokens);
+      ISTHMUS_ASSIGN_OR_RETURN(messages, Sift(std::move(messages)));
+      if (!messages.empty()) return messages;
     }
     if (setting_.is_cancelled()) return absl::CancelledError("the client left");
     if (setting_.clock->Now() >= request_->deadline) {

@@ -5,8 +5,9 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -50,16 +51,23 @@ class Attempt {
   // ResourceExhausted, the one that has no room.
   const std::set<uint64_t>& blamed() const { return blamed_; }
 
-  // The first output token, with its digest when the request wants digests.
-  const v1::SequenceTokens& first_token() const { return first_token_; }
+  // The first output token of each reply, with what the request wants to know of it.
+  const std::vector<v1::SequenceTokens>& first_tokens() const { return first_tokens_; }
+  // Of every prompt token but the first, when the request wants them.
+  const v1::PromptLogprobs& prompt_logprobs() const { return prompt_logprobs_; }
   uint64_t kv_bytes() const { return kv_bytes_; }
   uint64_t digests_verified() const { return digests_verified_; }
 
-  // The next tokens after the first, all that have come; gather_time after the last ones on average
-  // at least, so that a quick worker does not cost a message for each token. An error ends the
-  // sequence; so does a message with `end` set. Cancelled, DeadlineExceeded: as for the request.
-  // ResourceExhausted: the client was too slow.
-  absl::StatusOr<v1::SequenceTokens> NextTokens();
+  // The next tokens after the first, all that have come, a message for each reply; gather_time
+  // after the last ones on average at least, so that a quick worker does not cost a message for
+  // each token. An error ends all replies; a message with `end` set ends its own. To be called
+  // while a reply is open. Cancelled, DeadlineExceeded: as for the request. ResourceExhausted: the
+  // client was too slow.
+  absl::StatusOr<std::vector<v1::SequenceTokens>> NextTokens();
+
+  // The client has the whole of that reply although its worker goes on with it: makes an end of it
+  // in the background, and tells nothing of it any more.
+  void EndReply(uint32_t reply_index);
 
   // Whether the client's call was ended because it was too slow.
   bool has_overflowed() const { return tokens_->has_overflowed(); }
@@ -67,6 +75,8 @@ class Attempt {
  private:
   absl::StatusOr<v1::KvHandoff> Prefill();
   absl::Status Admit(v1::KvHandoff handoff);
+  absl::StatusOr<std::vector<v1::SequenceTokens>> Sift(std::vector<v1::SequenceTokens> messages);
+  absl::Status TakeFirstTokens(const v1::KvHandoff& handoff);
   rpc::CallOptions CallTo(const WorkerLink& link) const;
   // Notes who is to blame and whether it is still there; makes sense of cancelled calls.
   absl::Status Judge(absl::Status status, WorkerLink& callee, bool blames_both);
@@ -81,7 +91,10 @@ class Attempt {
   std::set<uint64_t> blamed_;
   bool may_be_reserved_ = false;  // The decode worker may hold pages for us.
   bool may_write_ = false;        // The prefill worker may hold pages and write.
-  v1::SequenceTokens first_token_;
+  std::vector<v1::SequenceTokens> first_tokens_;
+  v1::PromptLogprobs prompt_logprobs_;
+  std::set<uint32_t> ended_there_;  // Replies whose end the worker has told.
+  std::set<uint32_t> ended_here_;   // Those of EndReply.
   absl::Time next_take_at_ = absl::InfinitePast();
   uint64_t kv_bytes_ = 0;
   uint64_t digests_verified_ = 0;

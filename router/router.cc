@@ -23,10 +23,8 @@ namespace {
 constexpr absl::Duration kRecoveryPatience = absl::Milliseconds(1200);
 constexpr absl::Duration kRecoveryPoll = absl::Milliseconds(10);
 
-bool HasContent(const v1::TokenDelta& delta) {
-  return delta.token_ids_size() > 0 || !delta.content().empty() ||
-         !delta.reasoning_content().empty();
-}
+// A message of them is a few hundred kilobytes at most, which any client takes.
+constexpr int kPromptLogprobsPerEvent = 1024;
 
 absl::Status ClientLeft() { return absl::CancelledError("the client left"); }
 
@@ -216,52 +214,64 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
   }
 }
 
-absl::Status Router::Relay(Attempt& attempt, ReplyStream& reply, const ClientStream& client,
-                           v1::SequenceEnd* end) {
-  v1::GenerateReply event;
-  while (*end == v1::SEQUENCE_END_UNSPECIFIED) {  // Ends at the deadline at the latest.
-    ISTHMUS_ASSIGN_OR_RETURN(const v1::SequenceTokens tokens, attempt.NextTokens());
-    *end = tokens.end();
-    if (tokens.token_ids_size() > 0 && tokens.first_index() != reply.num_output_tokens()) {
-      return absl::InternalError(
-          absl::StrCat("token ", tokens.first_index(), " came, want ", reply.num_output_tokens()));
-    }
-    *event.mutable_delta() = reply.Push(tokens);
-    if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
+absl::Status Router::Write(const v1::SequenceTokens& tokens, Attempt& attempt, ReplySet& replies,
+                           const ClientStream& client) {
+  ISTHMUS_ASSIGN_OR_RETURN(const ReplySet::Taken taken, replies.Take(tokens));
+  // First, so that the worker need not wait for a slow client.
+  if (taken.must_be_cancelled) attempt.EndReply(tokens.reply_index());
+  for (const v1::GenerateReply& event : taken.events) {
+    if (!client.write(event)) return ClientLeft();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Router::WritePromptLogprobs(const v1::PromptLogprobs& logprobs,
+                                         const ClientStream& client) {
+  for (int begin = 0; begin < logprobs.tokens_size(); begin += kPromptLogprobsPerEvent) {
+    const int end = std::min(begin + kPromptLogprobsPerEvent, logprobs.tokens_size());
+    v1::GenerateReply event;
+    v1::PromptLogprobs& some = *event.mutable_prompt_logprobs();
+    some.set_first_index(static_cast<uint64_t>(begin) + 1);
+    for (int i = begin; i < end; ++i) *some.add_tokens() = logprobs.tokens(i);
+    if (!client.write(event)) return ClientLeft();
   }
   return absl::OkStatus();
 }
 
 absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id, Attempt& attempt,
                             const ClientStream& client) {
-  ReplyStream reply(&acceptor_->tokenizer(), request, end_token_id);
-  v1::GenerateReply event;
-  *event.mutable_delta() = reply.Push(attempt.first_token());
-  if (!client.write(event)) return ClientLeft();
+  ReplySet replies(&acceptor_->tokenizer(), &request, end_token_id);
+  ISTHMUS_RETURN_IF_ERROR(WritePromptLogprobs(attempt.prompt_logprobs(), client));
+  for (const v1::SequenceTokens& first : attempt.first_tokens()) {
+    ISTHMUS_RETURN_IF_ERROR(Write(first, attempt, replies, client));
+  }
   const absl::Time first_at = clock_.Now();
   metrics_->Observe(kTimeToFirstToken, absl::ToDoubleSeconds(first_at - request.accepted_at));
-
-  v1::SequenceEnd end = v1::SEQUENCE_END_UNSPECIFIED;
-  ISTHMUS_RETURN_IF_ERROR(Relay(attempt, reply, client, &end));
+  while (!replies.has_ended()) {  // Ends at the deadline at the latest.
+    ISTHMUS_ASSIGN_OR_RETURN(const std::vector<v1::SequenceTokens> messages, attempt.NextTokens());
+    for (const v1::SequenceTokens& tokens : messages) {
+      ISTHMUS_RETURN_IF_ERROR(Write(tokens, attempt, replies, client));
+    }
+  }
   const double decode_seconds = absl::ToDoubleSeconds(clock_.Now() - first_at);
-  *event.mutable_delta() = reply.PushEnd();
-  if (HasContent(event.delta()) && !client.write(event)) return ClientLeft();
 
-  *event.mutable_finish() = reply.Finish(end);
+  v1::GenerateReply event;
+  *event.mutable_finish() = replies.Finish();
   v1::Timings* timings = event.mutable_finish()->mutable_timings();
   timings->set_ttft_ms(absl::ToDoubleMilliseconds(first_at - request.accepted_at));
-  if (reply.num_output_tokens() > 1) {
-    const auto tokens = static_cast<double>(reply.num_output_tokens() - 1);
+  const uint64_t num_output_tokens = replies.num_output_tokens();
+  const auto num_replies = static_cast<double>(request.sampling.num_replies());
+  if (const double tokens = static_cast<double>(num_output_tokens) - num_replies; tokens > 0) {
     timings->set_tokens_per_s(decode_seconds > 0 ? tokens / decode_seconds : 0);
-    metrics_->Observe(kTimePerOutputToken, decode_seconds / tokens);
+    metrics_->Observe(kTimePerOutputToken, decode_seconds * num_replies / tokens);
   }
   v1::TransferFigures* transfer = event.mutable_finish()->mutable_transfer();
   transfer->set_kv_bytes(attempt.kv_bytes());
   transfer->set_digests_verified(attempt.digests_verified());
-  metrics_->Add(kRelayedTokens, static_cast<double>(reply.num_output_tokens()));
+  metrics_->Add(kRelayedTokens, static_cast<double>(num_output_tokens));
   LogInfo("a request is done", {{"request_id", request.request_id},
                                 {"prompt_tokens", static_cast<uint64_t>(request.prompt.size())},
-                                {"output_tokens", reply.num_output_tokens()},
+                                {"output_tokens", num_output_tokens},
                                 {"ttft_ms", timings->ttft_ms()},
                                 {"tokens_per_s", timings->tokens_per_s()},
                                 {"kv_bytes", transfer->kv_bytes()},

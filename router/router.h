@@ -90,8 +90,11 @@ class Router {
                        absl::FunctionRef<absl::Status()> find);
   absl::Status Stream(const RoutedRequest& request, uint32_t end_token_id, Attempt& attempt,
                       const ClientStream& client);
-  absl::Status Relay(Attempt& attempt, class ReplyStream& reply, const ClientStream& client,
-                     v1::SequenceEnd* end);
+  // Writes what the tokens add to their reply.
+  static absl::Status Write(const v1::SequenceTokens& tokens, Attempt& attempt,
+                            class ReplySet& replies, const ClientStream& client);
+  static absl::Status WritePromptLogprobs(const v1::PromptLogprobs& logprobs,
+                                          const ClientStream& client);
 
   const RouterConfig config_;
   const Acceptor* const acceptor_;

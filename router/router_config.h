@@ -30,6 +30,8 @@ struct RouterConfig {
   int32_t default_output_tokens = 1024;
   double default_temperature = 1.0;
   double default_top_p = 1.0;
+  int32_t default_top_k = 0;
+  double default_min_p = 0.0;
   absl::Duration request_timeout = absl::Minutes(10);
   absl::Duration stop_patience = absl::Seconds(5);
 
@@ -92,6 +94,11 @@ struct RouterConfig {
           "Temperature when the request does not say; 0 is greedy.");
     visit("default_top_p", default_top_p, Range<double>{0.001, 1.0},
           "Share of probability kept when the request does not say.");
+    visit("default_top_k", default_top_k, Range<int32_t>{0, 1 << 24},
+          "Tokens kept when the request does not say; 0 keeps all.");
+    visit("default_min_p", default_min_p, Range<double>{0.0, 1.0},
+          "Share of the likeliest token's probability below which tokens are dropped when the "
+          "request does not say.");
     visit("request_timeout", request_timeout,
           Range<absl::Duration>{absl::Milliseconds(10), absl::Hours(24)},
           "From accepting a request to its last token. A client's earlier deadline counts.");

@@ -333,11 +333,11 @@ TEST(TokenRelayTest, DeliversToSubscribersAndEndsThemAllWithTheStream) {
   relay.Subscribe("b", b);
   relay.Deliver(StepOf("a", 1, 5));
   relay.Deliver(StepOf("nobody", 1, 6));
-  EXPECT_EQ((*a->TakeFor(absl::ZeroDuration()))->token_ids(0), 5);
-  EXPECT_FALSE(b->TakeFor(absl::ZeroDuration())->has_value());
+  EXPECT_EQ(a->TakeFor(absl::ZeroDuration())->at(0).token_ids(0), 5);
+  EXPECT_TRUE(b->TakeFor(absl::ZeroDuration())->empty());
   relay.Deliver(StepOf("a", 2, 7));
   relay.FailAll(absl::UnavailableError("gone"));
-  EXPECT_EQ((*a->TakeFor(absl::ZeroDuration()))->token_ids(0), 7);  // It came before the end.
+  EXPECT_EQ(a->TakeFor(absl::ZeroDuration())->at(0).token_ids(0), 7);  // It came before the end.
   EXPECT_EQ(a->TakeFor(absl::ZeroDuration()).status(), absl::UnavailableError("gone"));
   EXPECT_EQ(b->TakeFor(absl::ZeroDuration()).status(), absl::UnavailableError("gone"));
 }
@@ -351,10 +351,30 @@ TEST(TokenMailboxTest, WhoIsBehindGetsAllInOneMessage) {
   last.mutable_sequences(0)->set_end(v1::SEQUENCE_END_STOP);
   relay.Deliver(last);
   const auto tokens = mailbox->TakeFor(absl::ZeroDuration());
-  ASSERT_TRUE(tokens.ok() && tokens->has_value());
-  EXPECT_THAT((*tokens)->token_ids(), testing::ElementsAre(11, 12, 13, 14));
-  EXPECT_EQ((*tokens)->first_index(), 1);
-  EXPECT_EQ((*tokens)->end(), v1::SEQUENCE_END_STOP);
+  ASSERT_TRUE(tokens.ok() && tokens->size() == 1);
+  EXPECT_THAT(tokens->at(0).token_ids(), testing::ElementsAre(11, 12, 13, 14));
+  EXPECT_EQ(tokens->at(0).first_index(), 1);
+  EXPECT_EQ(tokens->at(0).end(), v1::SEQUENCE_END_STOP);
+}
+
+TEST(TokenMailboxTest, EachReplyHasAMessageOfItsOwn) {
+  const auto mailbox = MailboxOf(8);
+  const auto push = [&](uint32_t reply, uint64_t first_index, v1::SequenceEnd end) {
+    v1::StepTokens step = StepOf("a", first_index, 10 * reply + static_cast<uint32_t>(first_index));
+    step.mutable_sequences(0)->set_reply_index(reply);
+    step.mutable_sequences(0)->set_end(end);
+    mailbox->Push(step.sequences(0));
+  };
+  push(1, 1, v1::SEQUENCE_END_UNSPECIFIED);
+  push(0, 1, v1::SEQUENCE_END_UNSPECIFIED);
+  push(1, 2, v1::SEQUENCE_END_STOP);
+  push(0, 2, v1::SEQUENCE_END_UNSPECIFIED);
+  const auto messages = mailbox->TakeFor(absl::ZeroDuration());
+  ASSERT_TRUE(messages.ok() && messages->size() == 2);
+  EXPECT_THAT(messages->at(0).token_ids(), testing::ElementsAre(11, 12));
+  EXPECT_EQ(messages->at(0).end(), v1::SEQUENCE_END_STOP);
+  EXPECT_THAT(messages->at(1).token_ids(), testing::ElementsAre(1, 2));
+  EXPECT_EQ(messages->at(1).end(), v1::SEQUENCE_END_UNSPECIFIED);
 }
 
 TEST(TokenMailboxTest, ASlowReaderIsEndedOnceAndNobodyElseIs) {
@@ -371,7 +391,7 @@ TEST(TokenMailboxTest, ASlowReaderIsEndedOnceAndNobodyElseIs) {
   EXPECT_EQ(num_ended, 1);
   EXPECT_TRUE(slow->has_overflowed());
   EXPECT_TRUE(absl::IsResourceExhausted(slow->TakeFor(absl::ZeroDuration()).status()));
-  EXPECT_TRUE(quick->TakeFor(absl::ZeroDuration())->has_value());
+  EXPECT_EQ(quick->TakeFor(absl::ZeroDuration())->size(), 1u);
 }
 
 TEST(TokenMailboxTest, APauseGathersTokensAndEndsWithTheSequence) {
@@ -380,7 +400,7 @@ TEST(TokenMailboxTest, APauseGathersTokensAndEndsWithTheSequence) {
   const absl::Time start = RealClock().Now();
   const auto first = mailbox->TakeFor(absl::Seconds(10), start + absl::Milliseconds(20));
   EXPECT_GE(RealClock().Now() - start, absl::Milliseconds(20));
-  EXPECT_TRUE((*first).has_value());
+  EXPECT_EQ(first->size(), 1u);
   std::thread sender([&] {
     mailbox->Push(StepOf("a", 2, 6).sequences(0));
     v1::StepTokens last = StepOf("a", 3, 7);
@@ -389,14 +409,14 @@ TEST(TokenMailboxTest, APauseGathersTokensAndEndsWithTheSequence) {
   });
   const auto rest = mailbox->TakeFor(absl::Seconds(10), RealClock().Now() + absl::Minutes(1));
   sender.join();
-  EXPECT_THAT((*rest)->token_ids(), testing::ElementsAre(6, 7));
+  EXPECT_THAT(rest->at(0).token_ids(), testing::ElementsAre(6, 7));
 }
 
 TEST(TokenMailboxTest, AMissingTokenIsAnError) {
   const auto mailbox = MailboxOf(8);
   mailbox->Push(StepOf("a", 1, 5).sequences(0));
   mailbox->Push(StepOf("a", 3, 6).sequences(0));
-  EXPECT_TRUE((*mailbox->TakeFor(absl::ZeroDuration())).has_value());
+  EXPECT_EQ(mailbox->TakeFor(absl::ZeroDuration())->size(), 1u);
   EXPECT_EQ(mailbox->TakeFor(absl::ZeroDuration()).status(),
             absl::InternalError("token 3 came, want 2"));
 }

@@ -1,11 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "router/token_relay.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
 namespace isthmus::router {
+
+// Under mutex_.
+void TokenMailbox::Merge(const v1::SequenceTokens& tokens) {
+  ++num_messages_;
+  has_end_ = has_end_ || tokens.end() != v1::SEQUENCE_END_UNSPECIFIED;
+  const auto found =
+      std::ranges::find(pending_, tokens.reply_index(), &v1::SequenceTokens::reply_index);
+  if (found == pending_.end()) {
+    pending_.push_back(tokens);
+    return;
+  }
+  v1::SequenceTokens& pending = *found;
+  const uint64_t next = pending.first_index() + static_cast<uint64_t>(pending.token_ids_size());
+  if (tokens.token_ids_size() > 0 && tokens.first_index() != next) {
+    failure_ =
+        absl::InternalError(absl::StrCat("token ", tokens.first_index(), " came, want ", next));
+    return;
+  }
+  pending.mutable_token_ids()->MergeFrom(tokens.token_ids());
+  pending.mutable_logits_crc32c()->MergeFrom(tokens.logits_crc32c());
+  pending.mutable_logprobs()->MergeFrom(tokens.logprobs());
+  pending.set_end(tokens.end());
+  if (tokens.has_error()) *pending.mutable_error() = tokens.error();
+}
 
 void TokenMailbox::Push(const v1::SequenceTokens& tokens) {
   bool overflows = false;
@@ -13,24 +38,12 @@ void TokenMailbox::Push(const v1::SequenceTokens& tokens) {
   {
     MutexLock lock(mutex_);
     if (has_overflowed_ || !failure_.ok()) return;
-    const uint64_t next = pending_.first_index() + static_cast<uint64_t>(pending_.token_ids_size());
     if (num_messages_ >= max_behind_) {
       has_overflowed_ = overflows = true;
-    } else if (num_messages_ == 0) {
-      pending_ = tokens;
-      num_messages_ = 1;
-    } else if (tokens.token_ids_size() > 0 && tokens.first_index() != next) {
-      failure_ =
-          absl::InternalError(absl::StrCat("token ", tokens.first_index(), " came, want ", next));
     } else {
-      pending_.mutable_token_ids()->MergeFrom(tokens.token_ids());
-      pending_.mutable_logits_crc32c()->MergeFrom(tokens.logits_crc32c());
-      pending_.set_end(tokens.end());
-      if (tokens.has_error()) *pending_.mutable_error() = tokens.error();
-      ++num_messages_;
+      Merge(tokens);
     }
-    wakes = !wants_end_alone_ || has_overflowed_ || !failure_.ok() ||
-            pending_.end() != v1::SEQUENCE_END_UNSPECIFIED;
+    wakes = !wants_end_alone_ || has_overflowed_ || !failure_.ok() || has_end_;
   }
   if (wakes) changed_.notify_one();
   if (overflows && on_overflow_) on_overflow_();
@@ -44,13 +57,10 @@ void TokenMailbox::Fail(const absl::Status& status) {
   changed_.notify_one();
 }
 
-absl::StatusOr<std::optional<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Duration timeout,
-                                                                        absl::Time not_before) {
+absl::StatusOr<std::vector<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Duration timeout,
+                                                                      absl::Time not_before) {
   MutexLock lock(mutex_);
-  const auto has_ended = [this] {
-    return has_overflowed_ || !failure_.ok() ||
-           (num_messages_ > 0 && pending_.end() != v1::SEQUENCE_END_UNSPECIFIED);
-  };
+  const auto has_ended = [this] { return has_overflowed_ || !failure_.ok() || has_end_; };
   const absl::Duration pause = not_before - clock_.Now();
   if (pause > absl::ZeroDuration() && !has_ended()) {
     wants_end_alone_ = true;
@@ -66,10 +76,11 @@ absl::StatusOr<std::optional<v1::SequenceTokens>> TokenMailbox::TakeFor(absl::Du
   }
   if (num_messages_ > 0) {
     num_messages_ = 0;
-    return std::make_optional(std::exchange(pending_, v1::SequenceTokens()));
+    has_end_ = false;
+    return std::exchange(pending_, {});
   }
   if (!failure_.ok()) return failure_;
-  return std::optional<v1::SequenceTokens>();
+  return std::vector<v1::SequenceTokens>();
 }
 
 bool TokenMailbox::has_overflowed() const {

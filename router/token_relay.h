@@ -5,8 +5,8 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,8 +17,8 @@
 
 namespace isthmus::router {
 
-// Tokens of one sequence that its client has not read yet, as one message: who is behind catches up
-// in one go.
+// Tokens of one transfer that its client has not read yet, as one message for each reply: who is
+// behind catches up in one go.
 class TokenMailbox {
  public:
   // More than `max_behind` messages of the worker that nobody took are too many: `on_overflow` is
@@ -32,10 +32,11 @@ class TokenMailbox {
   // The stream is gone; what came before can still be taken.
   void Fail(const absl::Status& status);
 
-  // What has come since the last call, or nothing within `timeout`. Before `not_before` only the
-  // end of the sequence is worth waking up for. ResourceExhausted: it overflowed. Internal: a token
-  // is missing or doubled. Otherwise what Fail was given.
-  absl::StatusOr<std::optional<v1::SequenceTokens>> TakeFor(
+  // What has come since the last call, one message for each reply that gained something, or nothing
+  // within `timeout`. Before `not_before` only the end of a reply is worth waking up for.
+  // ResourceExhausted: it overflowed. Internal: a token is missing or doubled. Otherwise what Fail
+  // was given.
+  absl::StatusOr<std::vector<v1::SequenceTokens>> TakeFor(
       absl::Duration timeout, absl::Time not_before = absl::InfinitePast());
 
   bool has_overflowed() const;
@@ -44,16 +45,19 @@ class TokenMailbox {
   absl::Status failure() const;
 
  private:
+  void Merge(const v1::SequenceTokens& tokens);
+
   const size_t max_behind_;
   const std::function<void()> on_overflow_;
   Clock& clock_;
   mutable Mutex mutex_;
   CondVar changed_;
-  v1::SequenceTokens pending_;    // Guarded by mutex_.
-  size_t num_messages_ = 0;       // In `pending_`. Guarded by mutex_.
-  bool wants_end_alone_ = false;  // The reader does. Guarded by mutex_.
-  bool has_overflowed_ = false;   // Guarded by mutex_.
-  absl::Status failure_;          // Guarded by mutex_.
+  std::vector<v1::SequenceTokens> pending_;  // By reply, in order of arrival. Guarded by mutex_.
+  size_t num_messages_ = 0;                  // In `pending_`. Guarded by mutex_.
+  bool has_end_ = false;                     // In `pending_`. Guarded by mutex_.
+  bool wants_end_alone_ = false;             // The reader does. Guarded by mutex_.
+  bool has_overflowed_ = false;              // Guarded by mutex_.
+  absl::Status failure_;                     // Guarded by mutex_.
 };
 
 class TokenRelay {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "router/testing/scripted_worker.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "services/base/clock.h"
@@ -44,19 +45,21 @@ class ScriptedClient : public rpc::WorkerClient {
     reservation.set_transfer_id(call.transfer_id());
     return reservation;
   }
-  absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call,
-                                        const rpc::CallOptions& options) override {
+  absl::StatusOr<v1::PrefillReply> Prefill(const v1::PrefillCall& call,
+                                           const rpc::CallOptions& options) override {
     MutexLock lock(worker_->mutex);
     worker_->calls.emplace_back("prefill");
     worker_->transfers.insert(call.reservation().transfer_id());
     if (!Hold(lock, worker_->holds_prefill, options)) return absl::CancelledError("cancelled");
     if (absl::Status answer = Next(worker_->prefill_answers); !answer.ok()) return answer;
     worker_->transfers.erase(call.reservation().transfer_id());
-    v1::KvHandoff handoff;
+    v1::PrefillReply reply;
+    v1::KvHandoff& handoff = *reply.mutable_handoff();
     handoff.set_transfer_id(call.reservation().transfer_id());
-    handoff.set_first_token(20);
+    const uint32_t num_replies = std::max(1u, call.sampler().sampling().num_replies());
+    for (uint32_t i = 0; i < num_replies; ++i) handoff.add_first_tokens()->set_token_id(20);
     handoff.set_kv_bytes(1000);
-    return handoff;
+    return reply;
   }
   absl::StatusOr<v1::HandoffReply> Handoff(const v1::HandoffCall& call,
                                            const rpc::CallOptions&) override {

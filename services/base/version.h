@@ -11,7 +11,7 @@ namespace isthmus {
 
 // Of the messages in proto/ and of what kvtransfer writes. Raised by a change that an older peer
 // would misread; workers of another value are refused with both.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 
 // "0.1.0", as in CMakeLists.txt.
 absl::string_view SemanticVersion();

@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -18,6 +19,7 @@
 #include "absl/strings/str_format.h"
 #include "services/base/program.h"
 #include "services/base/status_macros.h"
+#include "services/ctl/sampling_flags.h"
 #include "services/ctl/status_table.h"
 #include "services/rpc/router_client.h"
 #include "services/text/chat_json.h"
@@ -38,7 +40,7 @@ struct Flags {
   bool thinking = false;
   std::string effort;
   std::string request_id;
-  rpc::SamplingOptions sampling;
+  SamplingFlags sampling;
   std::string priority = "normal";
   std::string worker;
   std::string wait = "60s";
@@ -69,11 +71,31 @@ void PrintFigures(const v1::Finish& finish) {
       finish.transfer().digests_verified());
 }
 
-// The members that every --json output ends with.
-void AddFigures(const v1::Finish& finish, Json& out) {
+Json LogprobsJson(const v1::TokenLogprobs& logprobs) {
+  Json json = {{"token", logprobs.chosen().token_id()},
+               {"logprob", logprobs.chosen().logprob()},
+               {"rank", logprobs.rank()},
+               {"top", Json::array()}};
+  for (const v1::TokenLogprob& one : logprobs.top()) {
+    json["top"].push_back({{"token", one.token_id()}, {"logprob", one.logprob()}});
+  }
+  return json;
+}
+
+// How one reply ended.
+void AddEnd(const v1::ReplyEnd& end, Json& out) {
+  out["finish_reason"] = std::string(rpc::FinishReasonName(end.finish_reason()));
+  if (end.has_stop_string()) out["stop"] = end.stop_string();
+  if (end.has_stop_token_id()) out["stop"] = end.stop_token_id();
+  out["seed"] = end.seed();
+}
+
+// The members that every --json output ends with, of the first reply where it is of one.
+void AddFigures(const rpc::Outcome& outcome, Json& out) {
+  const v1::Finish& finish = outcome.finish;
   const uint64_t prompt = finish.usage().prompt_tokens();
   const uint64_t output = finish.usage().output_tokens();
-  out["finish_reason"] = std::string(rpc::FinishReasonName(finish.finish_reason()));
+  AddEnd(outcome.ends.front(), out);
   out["usage"] = {
       {"prompt_tokens", prompt}, {"completion_tokens", output}, {"total_tokens", prompt + output}};
   out["timings"] = {{"ttft_ms", finish.timings().ttft_ms()},
@@ -81,34 +103,71 @@ void AddFigures(const v1::Finish& finish, Json& out) {
   out["transfer"] = {{"kv_bytes", finish.transfer().kv_bytes()},
                      {"digests_verified", finish.transfer().digests_verified()}};
   out["request_id"] = finish.request_id();
+  for (const v1::TokenLogprobs& one : outcome.prompt_logprobs) {
+    out["prompt_logprobs"].push_back(LogprobsJson(one));
+  }
 }
 
-// One completion of `conversation`; appends the reply to its messages.
+// One of several replies, beside its text.
+void AddReply(const v1::ReplyEnd& end, Json reply, Json& out) {
+  reply["index"] = end.reply_index();
+  AddEnd(end, reply);
+  out["replies"].push_back(std::move(reply));
+}
+
+// Several replies to one conversation, one after another.
+absl::Status PrintChats(const rpc::Outcome& outcome, const Flags& flags) {
+  Json out = Json::object();
+  for (const v1::ReplyEnd& end : outcome.ends) {
+    ISTHMUS_ASSIGN_OR_RETURN(Json message, text::ParseChatJson("message_json", end.message_json()));
+    if (flags.json) {
+      AddReply(end, std::move(message), out);
+    } else {
+      std::cout << "[" << end.reply_index() << "] " << text::PythonJson(message) << "\n";
+    }
+  }
+  if (flags.json) {
+    AddFigures(outcome, out);
+    std::cout << text::PythonJson(out) << "\n";
+  } else {
+    PrintFigures(outcome.finish);
+  }
+  return absl::OkStatus();
+}
+
+// One completion of `conversation`; appends the reply to its messages, unless there are several.
 absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conversation) {
   v1::ChatRequest request;
   request.set_request_id(flags.request_id);
   request.set_conversation_json(text::PythonJson(conversation));
   request.set_thinking(flags.thinking);
   request.set_reasoning_effort(flags.effort);
-  *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
   request.set_priority(PriorityOf(flags));
+  ISTHMUS_ASSIGN_OR_RETURN(*request.mutable_sampling(), ParamsOf(flags.sampling));
+  const bool is_single = flags.sampling.num_replies == 1;
+  Json logprobs = Json::array();
+  ISTHMUS_ASSIGN_OR_RETURN(const rpc::Outcome outcome,
+                           client.Chat(request, TimeoutOf(flags), [&](const v1::TokenDelta& delta) {
+                             for (const v1::TokenLogprobs& one : delta.logprobs())
+                               logprobs.push_back(LogprobsJson(one));
+                             if (flags.json || !is_single) return;
+                             std::cout << delta.reasoning_content() << delta.content()
+                                       << std::flush;
+                           }));
+  if (!is_single) return PrintChats(outcome, flags);
   ISTHMUS_ASSIGN_OR_RETURN(
-      const v1::Finish finish,
-      client.Chat(request, TimeoutOf(flags), [&flags](const v1::TokenDelta& delta) {
-        if (!flags.json) std::cout << delta.reasoning_content() << delta.content() << std::flush;
-      }));
-  ISTHMUS_ASSIGN_OR_RETURN(Json message,
-                           text::ParseChatJson("message_json", finish.message_json()));
+      Json message, text::ParseChatJson("message_json", outcome.ends.front().message_json()));
   conversation["messages"].push_back(message);
   if (flags.json) {
     if (!message.contains("reasoning_content")) message["reasoning_content"] = "";
     if (!message.contains("tool_calls")) message["tool_calls"] = Json::array();
-    AddFigures(finish, message);
+    if (!logprobs.empty()) message["logprobs"] = std::move(logprobs);
+    AddFigures(outcome, message);
     std::cout << text::PythonJson(message) << "\n";
   } else {
     if (message.contains("tool_calls")) std::cout << text::PythonJson(message["tool_calls"]);
     std::cout << "\n";
-    PrintFigures(finish);
+    PrintFigures(outcome.finish);
   }
   return absl::OkStatus();
 }
@@ -139,10 +198,12 @@ absl::Status RunChat(const Flags& flags) {
   return absl::OkStatus();
 }
 
+Json EmptyReply() { return {{"tokens", Json::array()}, {"content", ""}}; }
+
 absl::Status RunGenerate(const Flags& flags) {
   v1::GenerateRequest request;
   request.set_request_id(flags.request_id);
-  *request.mutable_sampling() = rpc::ToSamplingParams(flags.sampling);
+  ISTHMUS_ASSIGN_OR_RETURN(*request.mutable_sampling(), ParamsOf(flags.sampling));
   request.set_priority(PriorityOf(flags));
   const bool prints_ids = flags.tokens.has_value();
   if (prints_ids) {
@@ -161,27 +222,38 @@ absl::Status RunGenerate(const Flags& flags) {
     request.set_text(flags.text);
   }
   rpc::RouterClient client(flags.server);
-  Json out = {{"tokens", Json::array()}, {"content", ""}};
-  std::string content;
+  const bool is_single = flags.sampling.num_replies == 1;
+  std::map<uint32_t, Json> replies;  // By index.
   ISTHMUS_ASSIGN_OR_RETURN(
-      const v1::Finish finish,
+      const rpc::Outcome outcome,
       client.Generate(request, TimeoutOf(flags), [&](const v1::TokenDelta& delta) {
+        Json& out = replies.try_emplace(delta.reply_index(), EmptyReply()).first->second;
         for (const uint32_t id : delta.token_ids()) {
-          if (!flags.json && prints_ids) {
+          if (!flags.json && is_single && prints_ids) {
             std::cout << (out["tokens"].empty() ? "" : " ") << id << std::flush;
           }
           out["tokens"].push_back(id);
         }
-        content += delta.content();
-        if (!flags.json && !prints_ids) std::cout << delta.content() << std::flush;
+        out["content"].get_ref<std::string&>() += delta.content();
+        for (const v1::TokenLogprobs& one : delta.logprobs()) {
+          out["logprobs"].push_back(LogprobsJson(one));
+        }
+        if (!flags.json && is_single && !prints_ids) std::cout << delta.content() << std::flush;
       }));
   if (flags.json) {
-    out["content"] = content;
-    AddFigures(finish, out);
+    Json out = is_single ? replies[0] : Json::object();
+    for (const v1::ReplyEnd& end : outcome.ends) {
+      if (!is_single) AddReply(end, replies[end.reply_index()], out);
+    }
+    AddFigures(outcome, out);
     std::cout << text::PythonJson(out);
+  } else if (!is_single) {
+    for (const auto& [index, reply] : replies) {
+      std::cout << "[" << index << "] " << text::PythonJson(reply) << "\n";
+    }
   }
   std::cout << "\n";
-  if (!flags.json) PrintFigures(finish);
+  if (!flags.json) PrintFigures(outcome.finish);
   return absl::OkStatus();
 }
 
@@ -225,24 +297,8 @@ absl::Status RunDrain(const Flags& flags) {
       absl::StrCat(reply.transfers(), " are left at ", who, " after ", flags.wait));
 }
 
-// CLI11 alone would take -1 and what exceeds 64 bits for the largest number.
-std::string SeedProblem(const std::string& text) {
-  uint64_t seed = 0;
-  if (absl::SimpleAtoi(text, &seed)) return "";
-  return absl::StrCat("\"", text, "\" is not a number from 0 to 18446744073709551615");
-}
-
 void AddSampling(CLI::App* command, Flags& flags) {
-  command->add_option("--temperature", flags.sampling.temperature, "0 is greedy")
-      ->capture_default_str();
-  command->add_option("--top-p", flags.sampling.top_p, "Share of probability kept")
-      ->capture_default_str();
-  command->add_option("--top-k", flags.sampling.top_k, "Tokens kept; 0: all")
-      ->capture_default_str();
-  command->add_option("--seed", flags.sampling.seed, "Seed of the sampler; absent: a random one")
-      ->check(SeedProblem);
-  command->add_option("--max-tokens", flags.sampling.max_tokens, "Output tokens at most")
-      ->capture_default_str();
+  AddSamplingFlags(command, flags.sampling);
   command->add_option("--priority", flags.priority, "Who goes first: low, normal or high")
       ->check(CLI::IsMember({"low", "normal", "high"}))
       ->capture_default_str();

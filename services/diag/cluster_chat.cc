@@ -34,13 +34,15 @@ std::string TextMember(const nlohmann::ordered_json& message, const char* name) 
   return found != message.end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-absl::Status ReadFinish(const v1::Finish& finish, ChatReply& reply) {
-  reply.finish_reason = std::string(rpc::FinishReasonName(finish.finish_reason()));
+absl::Status ReadOutcome(const rpc::Outcome& outcome, ChatReply& reply) {
+  const v1::Finish& finish = outcome.finish;
+  const v1::ReplyEnd& end = outcome.ends.front();
+  reply.finish_reason = std::string(rpc::FinishReasonName(end.finish_reason()));
   reply.prompt_tokens = static_cast<int64_t>(finish.usage().prompt_tokens());
   reply.output_tokens = static_cast<int64_t>(finish.usage().output_tokens());
   reply.ttft_seconds = finish.timings().ttft_ms() / 1000.0;
   ISTHMUS_ASSIGN_OR_RETURN(const nlohmann::ordered_json message,
-                           text::ParseChatJson("message_json", finish.message_json()));
+                           text::ParseChatJson("message_json", end.message_json()));
   reply.message.content = TextMember(message, "content");
   reply.message.reasoning_content = TextMember(message, "reasoning_content");
   const auto calls = message.find("tool_calls");
@@ -63,13 +65,13 @@ absl::StatusOr<ChatReply> ChatOnce(rpc::RouterClient& client, const ChatRequest&
   const absl::Time start = RealClock().Now();
   ChatReply reply;
   ISTHMUS_ASSIGN_OR_RETURN(
-      const v1::Finish finish,
+      const rpc::Outcome outcome,
       client.Chat(RequestOf(request), kTimeout, [&](const v1::TokenDelta& delta) {
         const std::string text = absl::StrCat(delta.reasoning_content(), delta.content());
         reply.text += text;
         on_text(text);
       }));
-  ISTHMUS_RETURN_IF_ERROR(ReadFinish(finish, reply));
+  ISTHMUS_RETURN_IF_ERROR(ReadOutcome(outcome, reply));
   reply.seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
   return reply;
 }

@@ -47,6 +47,11 @@ class Engine {
   // The checks of Admit alone: what a router or a decode worker can refuse early.
   absl::Status Validate(std::span<const int32_t> prompt, const SamplingParams& sampling) const;
 
+  // How the reply ends with `token` as its output token number `index` (sampler.h).
+  FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index) const {
+    return engine::FinishWith(sequence, token, index, SamplerModelOf());
+  }
+
   // One step of what PlanStep (scheduler.h) chooses of `sequences`. A sequence that is then caught
   // up gains one token, or several when the forward pass drafts them, and may be finished: the end
   // token and max_tokens cut what it gains. Finished sequences must not be given. On an error no

@@ -3,6 +3,7 @@
 
 #include <grpcpp/client_context.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "absl/strings/str_cat.h"
@@ -20,23 +21,35 @@ void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout));
 }
 
-absl::StatusOr<v1::Finish> ReadReply(grpc::ClientReader<v1::GenerateReply>& reader,
-                                     const grpc::ClientContext& context, const std::string& address,
-                                     const OnDelta& on_delta) {
+absl::StatusOr<Outcome> ReadReplies(grpc::ClientReader<v1::GenerateReply>& reader,
+                                    const grpc::ClientContext& context, const std::string& address,
+                                    uint32_t num_replies, const OnDelta& on_delta) {
   v1::GenerateReply event;
-  v1::Finish finish;
+  Outcome outcome;
   bool has_finish = false;
   while (reader.Read(&event)) {
     if (event.has_finish()) {
-      finish = event.finish();
+      outcome.finish = event.finish();
       has_finish = true;
+    } else if (event.has_reply_end()) {
+      outcome.ends.push_back(event.reply_end());
+    } else if (event.has_prompt_logprobs()) {
+      for (const v1::TokenLogprobs& one : event.prompt_logprobs().tokens()) {
+        outcome.prompt_logprobs.push_back(one);
+      }
     } else {
       on_delta(event.delta());
     }
   }
   ISTHMUS_RETURN_IF_ERROR(FromGrpcStatus(reader.Finish(), context, address));
-  if (!has_finish) return absl::InternalError(absl::StrCat(address, ": the reply has no end"));
-  return finish;
+  std::ranges::sort(outcome.ends, {}, &v1::ReplyEnd::reply_index);
+  const size_t wanted = std::max(1u, num_replies);
+  if (!has_finish || outcome.ends.size() != wanted) {
+    return absl::InternalError(absl::StrCat(address, ": the stream has ", has_finish ? "a" : "no",
+                                            " finish and the ends of ", outcome.ends.size(),
+                                            " replies, want ", wanted));
+  }
+  return outcome;
 }
 
 }  // namespace
@@ -76,20 +89,20 @@ RouterClient::RouterClient(const std::string& address) : state_(new State(addres
 
 RouterClient::~RouterClient() = default;
 
-absl::StatusOr<v1::Finish> RouterClient::Chat(const v1::ChatRequest& request,
-                                              absl::Duration timeout, const OnDelta& on_delta) {
+absl::StatusOr<Outcome> RouterClient::Chat(const v1::ChatRequest& request, absl::Duration timeout,
+                                           const OnDelta& on_delta) {
   grpc::ClientContext context;
   SetTimeout(context, timeout);
   const auto reader = state_->stub->Chat(&context, request);
-  return ReadReply(*reader, context, state_->address, on_delta);
+  return ReadReplies(*reader, context, state_->address, request.sampling().num_replies(), on_delta);
 }
 
-absl::StatusOr<v1::Finish> RouterClient::Generate(const v1::GenerateRequest& request,
-                                                  absl::Duration timeout, const OnDelta& on_delta) {
+absl::StatusOr<Outcome> RouterClient::Generate(const v1::GenerateRequest& request,
+                                               absl::Duration timeout, const OnDelta& on_delta) {
   grpc::ClientContext context;
   SetTimeout(context, timeout);
   const auto reader = state_->stub->Generate(&context, request);
-  return ReadReply(*reader, context, state_->address, on_delta);
+  return ReadReplies(*reader, context, state_->address, request.sampling().num_replies(), on_delta);
 }
 
 absl::StatusOr<v1::StatusReply> RouterClient::Status(absl::Duration timeout) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -30,17 +31,24 @@ v1::SamplingParams ToSamplingParams(const SamplingOptions& options);
 // "stop", "length" or "tool_calls", as in OpenAI's API; "" for anything else.
 absl::string_view FinishReasonName(v1::FinishReason reason);
 
+// What a stream that ended with OK has said beside its deltas.
+struct Outcome {
+  std::vector<v1::ReplyEnd> ends;                  // By reply; at least one.
+  std::vector<v1::TokenLogprobs> prompt_logprobs;  // Of each prompt token but the first.
+  v1::Finish finish;
+};
+
 class RouterClient {
  public:
   explicit RouterClient(const std::string& address);
   ~RouterClient();
 
-  // Stream the reply into `on_delta` and return its end. Errors carry the router's address; a
-  // stream without an end is Internal.
-  absl::StatusOr<v1::Finish> Chat(const v1::ChatRequest& request, absl::Duration timeout,
-                                  const OnDelta& on_delta);
-  absl::StatusOr<v1::Finish> Generate(const v1::GenerateRequest& request, absl::Duration timeout,
-                                      const OnDelta& on_delta);
+  // Stream the replies into `on_delta` and return their ends. Errors carry the router's address; a
+  // stream without a finish, or without an end of each reply, is Internal.
+  absl::StatusOr<Outcome> Chat(const v1::ChatRequest& request, absl::Duration timeout,
+                               const OnDelta& on_delta);
+  absl::StatusOr<Outcome> Generate(const v1::GenerateRequest& request, absl::Duration timeout,
+                                   const OnDelta& on_delta);
   absl::StatusOr<v1::StatusReply> Status(absl::Duration timeout);
 
   // Drains the worker at `worker` ("host:port"), or who listens here when that is empty: the

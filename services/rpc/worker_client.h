@@ -34,8 +34,8 @@ class WorkerClient {
   virtual absl::StatusOr<v1::DescribeReply> Describe(const CallOptions& options) = 0;
   virtual absl::StatusOr<v1::KvReservation> Reserve(const v1::ReserveCall& call,
                                                     const CallOptions& options) = 0;
-  virtual absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call,
-                                                const CallOptions& options) = 0;
+  virtual absl::StatusOr<v1::PrefillReply> Prefill(const v1::PrefillCall& call,
+                                                   const CallOptions& options) = 0;
   virtual absl::StatusOr<v1::CancelReply> CancelPrefill(const v1::CancelCall& call,
                                                         const CallOptions& options) = 0;
   virtual absl::StatusOr<v1::HandoffReply> Handoff(const v1::HandoffCall& call,

@@ -72,9 +72,10 @@ class GrpcWorkerClient : public WorkerClient {
     return Unary<v1::KvReservation>(*decode_, &v1::DecodeService::Stub::AsyncReserve, call,
                                     options);
   }
-  absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call,
-                                        const CallOptions& options) override {
-    return Unary<v1::KvHandoff>(*prefill_, &v1::PrefillService::Stub::AsyncPrefill, call, options);
+  absl::StatusOr<v1::PrefillReply> Prefill(const v1::PrefillCall& call,
+                                           const CallOptions& options) override {
+    return Unary<v1::PrefillReply>(*prefill_, &v1::PrefillService::Stub::AsyncPrefill, call,
+                                   options);
   }
   absl::StatusOr<v1::CancelReply> CancelPrefill(const v1::CancelCall& call,
                                                 const CallOptions& options) override {

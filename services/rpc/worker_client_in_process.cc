@@ -252,8 +252,8 @@ class InProcessClient : public WorkerClient {
                                             const CallOptions& options) override {
     return Invoke("Reserve", &WorkerMethods::reserve, call, options);
   }
-  absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call,
-                                        const CallOptions& options) override {
+  absl::StatusOr<v1::PrefillReply> Prefill(const v1::PrefillCall& call,
+                                           const CallOptions& options) override {
     return Invoke("Prefill", &WorkerMethods::prefill, call, options);
   }
   absl::StatusOr<v1::CancelReply> CancelPrefill(const v1::CancelCall& call,

@@ -47,7 +47,7 @@ struct WorkerMethods {
 
   Method<v1::DescribeReply, v1::DescribeRequest> describe;
   Method<v1::KvReservation, v1::ReserveCall> reserve;
-  Method<v1::KvHandoff, v1::PrefillCall> prefill;
+  Method<v1::PrefillReply, v1::PrefillCall> prefill;
   Method<v1::CancelReply, v1::CancelCall> cancel_prefill;
   Method<v1::HandoffReply, v1::HandoffCall> handoff;
   Method<v1::CancelReply, v1::CancelCall> cancel_decode;

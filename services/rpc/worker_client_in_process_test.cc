@@ -34,7 +34,7 @@ class Pair {
       return absl::StatusOr<v1::KvReservation>(reservation);
     };
     methods.prefill = [this](const v1::PrefillCall&,
-                             const ServedCall& scope) -> absl::StatusOr<v1::KvHandoff> {
+                             const ServedCall& scope) -> absl::StatusOr<v1::PrefillReply> {
       is_running = true;
       while (!scope.is_cancelled()) RealClock().Sleep(absl::Milliseconds(1));
       was_cancelled = true;

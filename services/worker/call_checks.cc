@@ -5,6 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/fault.h"
+#include "services/engine/sampler.h"
+#include "services/rpc/identity.h"
 #include "services/rpc/wire.h"
 
 namespace isthmus::worker {
@@ -12,6 +14,11 @@ namespace {
 
 constexpr size_t kTransferIdBytes = 16;
 constexpr absl::Duration kMaxLease = absl::Hours(24);
+
+// No vocabulary has such an id.
+int32_t Clamped(uint32_t value) {
+  return static_cast<int32_t>(std::min(value, uint32_t{INT32_MAX}));
+}
 
 }  // namespace
 
@@ -41,14 +48,61 @@ absl::StatusOr<std::vector<int32_t>> TokensOf(
   return tokens;
 }
 
-engine::SamplingParams SamplingOf(const v1::SamplerState& state) {
-  engine::SamplingParams params;
-  params.temperature = static_cast<float>(state.temperature());
-  params.top_p = static_cast<float>(state.top_p());
-  params.top_k = static_cast<int32_t>(std::min<uint32_t>(state.top_k(), INT32_MAX));
-  params.seed = state.seed();
-  params.wants_logits_digests = state.wants_logits_digests();
-  return params;
+engine::SamplingParams SamplingOf(const v1::SamplingParams& params) {
+  engine::SamplingParams sampling;
+  sampling.temperature = static_cast<float>(params.temperature());
+  sampling.top_p = params.has_top_p() ? static_cast<float>(params.top_p()) : 1.0f;
+  sampling.top_k = Clamped(params.top_k());
+  sampling.min_p = static_cast<float>(params.min_p());
+  sampling.seed = params.seed();
+  // One too many are as good as any number for being refused.
+  const auto most = static_cast<uint32_t>(engine::kMaxReplies) + 1;
+  for (uint32_t i = 1; i < std::min(params.num_replies(), most); ++i) {
+    sampling.further_seeds.push_back(rpc::ReplySeed(params.seed(), i));
+  }
+  if (params.has_repetition_penalty()) {
+    sampling.repetition_penalty = static_cast<float>(params.repetition_penalty());
+  }
+  sampling.frequency_penalty = static_cast<float>(params.frequency_penalty());
+  sampling.presence_penalty = static_cast<float>(params.presence_penalty());
+  for (const auto& [id, bias] : params.logit_bias()) {
+    sampling.logit_bias.push_back({Clamped(id), static_cast<float>(bias)});
+  }
+  for (const uint32_t id : params.banned_token_ids()) {
+    sampling.banned_token_ids.push_back(Clamped(id));
+  }
+  for (const uint32_t id : params.stop_token_ids()) {
+    sampling.stop_token_ids.push_back(Clamped(id));
+  }
+  sampling.min_tokens = params.min_output_tokens();
+  sampling.ignores_end_token = params.ignores_end_token();
+  if (params.has_top_logprobs()) sampling.top_logprobs = Clamped(params.top_logprobs());
+  if (params.has_top_prompt_logprobs()) {
+    sampling.top_prompt_logprobs = Clamped(params.top_prompt_logprobs());
+  }
+  sampling.wants_logits_digests = params.wants_logits_digests();
+  return sampling;
+}
+
+void ToWire(const kernels::TokenLogprobs& logprobs, v1::TokenLogprobs* wire) {
+  const auto set = [](const kernels::TokenLogprob& one, v1::TokenLogprob* to) {
+    to->set_token_id(static_cast<uint32_t>(one.id));
+    to->set_logprob(one.logprob);
+  };
+  set(logprobs.chosen, wire->mutable_chosen());
+  wire->set_rank(static_cast<uint32_t>(logprobs.rank));
+  for (const kernels::TokenLogprob& one : logprobs.top) set(one, wire->add_top());
+}
+
+kernels::TokenLogprobs FromWire(const v1::TokenLogprobs& wire) {
+  const auto of = [](const v1::TokenLogprob& one) {
+    return kernels::TokenLogprob{Clamped(one.token_id()), one.logprob()};
+  };
+  kernels::TokenLogprobs logprobs;
+  logprobs.chosen = of(wire.chosen());
+  logprobs.rank = wire.rank();
+  for (const v1::TokenLogprob& one : wire.top()) logprobs.top.push_back(of(one));
+  return logprobs;
 }
 
 absl::Status Draining() {

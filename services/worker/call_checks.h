@@ -22,8 +22,12 @@ absl::Status CheckLease(const v1::KvReservation& reservation);
 // InvalidArgument for an id that no token has.
 absl::StatusOr<std::vector<int32_t>> TokensOf(const google::protobuf::RepeatedField<uint32_t>& ids);
 
-// Without max_tokens. Values out of range stay so, for the engine to refuse.
-engine::SamplingParams SamplingOf(const v1::SamplerState& state);
+// Of the first reply, with the seeds of the others; without max_tokens. What is absent is what
+// changes nothing; values out of range stay so, for the engine to refuse.
+engine::SamplingParams SamplingOf(const v1::SamplingParams& params);
+
+void ToWire(const kernels::TokenLogprobs& logprobs, v1::TokenLogprobs* wire);
+kernels::TokenLogprobs FromWire(const v1::TokenLogprobs& wire);
 
 // Unavailable with scope peer: routers go elsewhere.
 absl::Status Draining();

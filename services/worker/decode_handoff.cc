@@ -109,54 +109,87 @@ void DecodeService::Refuse(const v1::HandoffCall& call, Transfer& transfer,
   if (entry != transfers_.end()) Erase(entry);
 }
 
+// The sequence of one reply, without its cache.
 absl::StatusOr<engine::Sequence> DecodeService::SequenceOf(const v1::HandoffCall& call,
-                                                           Transfer& transfer) {
+                                                           const Transfer& transfer,
+                                                           size_t reply_index) const {
   const v1::KvHandoff& handoff = call.handoff();
   const v1::ClusterValues& values = worker_->card().values();
   engine::Sequence sequence;
   sequence.request_id = call.request_id();
   ISTHMUS_ASSIGN_OR_RETURN(sequence.tokens, TokensOf(call.prompt_token_ids()));
   sequence.num_prompt_tokens = static_cast<int64_t>(handoff.num_prompt_tokens());
-  sequence.sampling = SamplingOf(handoff.sampler());
+  sequence.sampling = SamplingOf(handoff.sampler().sampling());
   sequence.sampling.max_tokens = static_cast<int64_t>(call.max_output_tokens());
+  sequence.sampling.top_prompt_logprobs.reset();  // The client has them already.
+  const size_t num_replies = sequence.sampling.further_seeds.size() + 1;
+  if (num_replies != transfer.replies.size() ||
+      static_cast<size_t>(handoff.first_tokens_size()) != num_replies) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_replies: ", transfer.replies.size(), " are reserved, the sampler has ",
+                     num_replies, ", there are ", handoff.first_tokens_size(), " first tokens"));
+  }
+  if (reply_index > 0) {
+    sequence.sampling.seed = sequence.sampling.further_seeds[reply_index - 1];
+  }
+  sequence.sampling.further_seeds.clear();  // Their first tokens have been drawn.
   ISTHMUS_RETURN_IF_ERROR(worker_->engine().Validate(sequence.tokens, sequence.sampling));
-  if (handoff.first_token() >= values.vocab_size()) {
-    return absl::InvalidArgumentError(absl::StrCat("first_token: is ", handoff.first_token(),
+  const v1::FirstToken& first = handoff.first_tokens(static_cast<int>(reply_index));
+  if (first.token_id() >= values.vocab_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("first_tokens: has token ", first.token_id(),
                                                    ", the vocabulary has ", values.vocab_size()));
   }
-  sequence.tokens.push_back(static_cast<int32_t>(handoff.first_token()));
+  const auto token = static_cast<int32_t>(first.token_id());
+  sequence.finish = worker_->engine().FinishWith(sequence, token, 0);
+  sequence.tokens.push_back(token);
   sequence.num_draws = handoff.sampler().num_draws();
   if (sequence.sampling.wants_logits_digests) {
-    sequence.logits_crc32c.push_back(handoff.first_logits_crc32c());
+    sequence.logits_crc32c.push_back(first.logits_crc32c());
   }
-  ISTHMUS_RETURN_IF_ERROR(transfer.cache.SetNumTokens(sequence.num_prompt_tokens));
-  if (handoff.first_token() == values.end_token_id()) {
-    sequence.finish = engine::FinishReason::kStop;
-  } else if (sequence.sampling.max_tokens == 1) {
-    sequence.finish = engine::FinishReason::kLength;
+  if (sequence.sampling.top_logprobs.has_value()) {
+    sequence.logprobs.push_back(FromWire(first.logprobs()));
   }
   return sequence;
 }
 
+// Of all replies. What arrived once becomes the cache of each.
+absl::StatusOr<std::vector<engine::Sequence>> DecodeService::SequencesOf(
+    const v1::HandoffCall& call, Transfer& transfer) {
+  std::vector<engine::Sequence> sequences;
+  for (size_t i = 0; i < transfer.replies.size(); ++i) {
+    ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence, SequenceOf(call, transfer, i));
+    sequences.push_back(std::move(sequence));
+  }
+  ISTHMUS_RETURN_IF_ERROR(transfer.cache.SetNumTokens(sequences[0].num_prompt_tokens));
+  for (size_t i = 1; i < transfer.replies.size(); ++i) {
+    ISTHMUS_RETURN_IF_ERROR(transfer.cache.ForkInto(transfer.replies[i].cache));
+  }
+  return sequences;
+}
+
 absl::Status DecodeService::Admit(const v1::HandoffCall& call,
                                   const std::shared_ptr<Transfer>& transfer) {
-  ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence, SequenceOf(call, *transfer));
+  ISTHMUS_ASSIGN_OR_RETURN(std::vector<engine::Sequence> sequences, SequencesOf(call, *transfer));
   std::shared_ptr<TokenQueue> queue;
   {
     MutexLock lock(mutex_);
     queue = streams_.Find(transfer->call.router_incarnation());
     if (queue == nullptr) return absl::CancelledError("the router's token stream has ended");
-    if (*transfer->is_cancelled) return absl::CancelledError("cancelled before it was admitted");
-    sequence.cache = std::move(transfer->cache);
-    sequence.claim = std::move(transfer->claim);
-    sequence.urgency = transfer->urgency;
+    if (*transfer->replies[0].is_cancelled) {
+      return absl::CancelledError("cancelled before it was admitted");
+    }
+    transfer->replies[0].cache = std::move(transfer->cache);
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      Reply& reply = transfer->replies[i];
+      sequences[i].cache = std::move(reply.cache);
+      sequences[i].claim = std::move(reply.claim);
+      sequences[i].urgency = transfer->urgency;
+      reply.is_open = true;
+    }
+    transfer->num_open = sequences.size();
     transfer->state = Transfer::State::kRunning;
   }
-  if (sequence.is_finished()) {
-    EndSequence(*transfer, std::move(sequence), absl::OkStatus(), *queue);
-    return absl::OkStatus();
-  }
-  return worker_->loop().Submit(EntryOf(transfer, std::move(sequence), queue));
+  return Run(transfer, std::move(sequences), queue);
 }
 
 }  // namespace isthmus::worker

@@ -42,8 +42,8 @@ class DecodePressureTest : public testing::Test {
       const auto admitted = pair.Handoff(requests[i], *handoff);
       ASSERT_TRUE(admitted.ok()) << admitted.status();
       replies.emplace_back();
-      replies.back().tokens.push_back(static_cast<int32_t>(handoff->first_token()));
-      replies.back().digests.push_back(handoff->first_logits_crc32c());
+      replies.back().tokens.push_back(static_cast<int32_t>(handoff->first_tokens(0).token_id()));
+      replies.back().digests.push_back(handoff->first_tokens(0).logits_crc32c());
     }
   }
   bool AllHaveEnded() const {

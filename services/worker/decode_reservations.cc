@@ -31,6 +31,30 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
                                                    call.max_output_tokens(), ", want 1 to ",
                                                    limit - call.num_prompt_tokens()));
   }
+  // What never fits must not be waited for.
+  const auto most_replies = std::min<uint64_t>(
+      engine::kMaxReplies, static_cast<uint64_t>(worker_->pool().slots().num_pages()));
+  if (call.num_replies() > most_replies) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_replies: is ", call.num_replies(), ", want at most ", most_replies));
+  }
+  return absl::OkStatus();
+}
+
+// Room for what further replies do not share: the end of the prompt behind its last full page, one
+// token, and their state slots.
+absl::Status DecodeService::OpenForks(Transfer& transfer) {
+  const auto num_prompt_tokens = static_cast<int64_t>(transfer.call.num_prompt_tokens());
+  const int64_t own_tokens = num_prompt_tokens % worker_->pool().layout().geometry.page_tokens;
+  for (size_t i = 1; i < transfer.replies.size(); ++i) {
+    Reply& reply = transfer.replies[i];
+    ISTHMUS_ASSIGN_OR_RETURN(
+        reply.claim, worker_->admission().Admit(
+                         {own_tokens, static_cast<int64_t>(transfer.call.max_output_tokens()),
+                          transfer.urgency}));
+    ISTHMUS_ASSIGN_OR_RETURN(reply.cache, worker_->pool().Open());
+    ISTHMUS_RETURN_IF_ERROR(reply.cache.Reserve(own_tokens + 1));
+  }
   return absl::OkStatus();
 }
 
@@ -56,12 +80,14 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
   transfer->call = call;
   transfer->urgency = rpc::UrgencyOf(call, worker_->clock().Now());
   const auto num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
+  transfer->replies.resize(std::max(1u, call.num_replies()));
   ISTHMUS_ASSIGN_OR_RETURN(
-      transfer->claim,
+      transfer->replies[0].claim,
       worker_->admission().Admit(
           {num_prompt_tokens, static_cast<int64_t>(call.max_output_tokens()), transfer->urgency}));
   ISTHMUS_ASSIGN_OR_RETURN(transfer->cache, worker_->pool().Open());
   ISTHMUS_RETURN_IF_ERROR(transfer->cache.Reserve(num_prompt_tokens + 1));
+  ISTHMUS_RETURN_IF_ERROR(OpenForks(*transfer));
   v1::KvReservation& reservation = transfer->reservation;
   reservation.set_transfer_id(call.transfer_id());
   reservation.set_worker_incarnation(worker_->identity().worker_incarnation);

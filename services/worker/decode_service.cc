@@ -13,6 +13,11 @@
 namespace isthmus::worker {
 namespace {
 
+absl::Status StepTakesTooLong(absl::Duration timeout) {
+  return absl::DeadlineExceededError(
+      absl::StrCat("the sequence's step did not end within ", absl::FormatDuration(timeout)));
+}
+
 int64_t NumPages(const kv::SequenceCache& cache) {
   int64_t count = 0;
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
@@ -51,24 +56,42 @@ absl::StatusOr<v1::CancelReply> DecodeService::Cancel(const v1::CancelCall& call
   if (found != transfers_.end()) {
     reply.set_was_known(true);
     LogInfo("cancelled a sequence", {{"request_id", call.request_id()}, {"reason", call.reason()}});
-    if (found->second->state == Transfer::State::kReserved) {
-      if (!call.writer_is_done()) Quarantine(*found->second);
+    const std::shared_ptr<Transfer> transfer = found->second;
+    if (call.has_reply_index()) return CancelReply(call.reply_index(), *transfer, lock, timeout);
+    if (transfer->state == Transfer::State::kReserved) {
+      if (!call.writer_is_done()) Quarantine(*transfer);
       Erase(found);
     } else {
-      *found->second->is_cancelled = true;
+      transfer->CancelAll();
       const bool has_ended = worker_->clock().WaitFor(
           changed_, lock, timeout, [&] { return transfers_.count(call.transfer_id()) == 0; });
-      if (!has_ended) {
-        return absl::DeadlineExceededError(
-            absl::StrCat("the sequence's step did not end within ", absl::FormatDuration(timeout)));
-      }
+      if (!has_ended) return StepTakesTooLong(timeout);
     }
   }
+  // Its others may be running.
+  if (call.has_reply_index()) return reply;
   past_.Add(call.transfer_id(), false);
   if (call.writer_is_done() && quarantine_.erase(call.transfer_id()) > 0) {
     reply.set_was_known(true);
   }
   return reply;
+}
+
+// Under `lock`, which is of mutex_. The transfer goes on while another reply is open.
+absl::StatusOr<v1::CancelReply> DecodeService::CancelReply(uint32_t reply_index, Transfer& transfer,
+                                                           MutexLock& lock,
+                                                           absl::Duration timeout) {
+  v1::CancelReply answer;
+  if (transfer.state != Transfer::State::kRunning || reply_index >= transfer.replies.size()) {
+    return answer;
+  }
+  Reply& reply = transfer.replies[reply_index];
+  answer.set_was_known(reply.is_open);
+  *reply.is_cancelled = true;
+  const bool has_ended =
+      worker_->clock().WaitFor(changed_, lock, timeout, [&] { return !reply.is_open; });
+  if (!has_ended) return StepTakesTooLong(timeout);
+  return answer;
 }
 
 void DecodeService::Drain() {
@@ -110,7 +133,7 @@ void DecodeService::EndTransfersOf(uint64_t router_incarnation) {
       Quarantine(transfer);
       it = Erase(it);
     } else {
-      *transfer.is_cancelled = true;
+      transfer.CancelAll();
       ++it;
     }
   }

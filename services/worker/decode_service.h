@@ -75,19 +75,31 @@ class DecodeService {
   void AddLoad(v1::WorkerLoad* load) const;
 
  private:
+  // One of the replies to a prompt.
+  struct Reply {
+    // Of a further one until it runs: its state slot and pages for what it does not share.
+    kv::SequenceCache cache;
+    engine::Admission::Claim claim;  // Until it runs.
+    bool is_open = false;            // It runs.
+    // Output tokens that were put into the stream or came with the handoff. The loop's alone.
+    int64_t num_sent = 1;
+    CancelFlag is_cancelled = std::make_shared<std::atomic<bool>>(false);
+  };
   struct Transfer {
     enum class State : uint8_t { kReserved, kAdmitting, kRunning };
     State state = State::kReserved;
     v1::ReserveCall call;
     v1::KvReservation reservation;
-    kv::SequenceCache cache;  // Empty once running, as is the claim.
-    engine::Admission::Claim claim;
+    kv::SequenceCache cache;  // What is transferred: the first reply's, once it runs.
     Urgency urgency;
     absl::Time expires;
     uint64_t digests_verified = 0;
-    // Output tokens that were put into the stream or came with the handoff. The loop's alone.
-    int64_t num_sent = 1;
-    CancelFlag is_cancelled = std::make_shared<std::atomic<bool>>(false);
+    std::vector<Reply> replies;  // As many as were reserved for.
+    size_t num_open = 0;         // Of these, once running.
+
+    void CancelAll() {
+      for (Reply& reply : replies) *reply.is_cancelled = true;
+    }
   };
   struct Quarantined {
     kv::SequenceCache cache;
@@ -96,16 +108,25 @@ class DecodeService {
   using Transfers = std::map<std::string, std::shared_ptr<Transfer>>;
 
   absl::Status CheckReserve(const v1::ReserveCall& call) const;
+  absl::Status OpenForks(Transfer& transfer);
   absl::StatusOr<uint64_t> Verify(const v1::HandoffCall& call, Transfer& transfer);
-  absl::StatusOr<engine::Sequence> SequenceOf(const v1::HandoffCall& call, Transfer& transfer);
+  absl::StatusOr<std::vector<engine::Sequence>> SequencesOf(const v1::HandoffCall& call,
+                                                            Transfer& transfer);
+  absl::StatusOr<engine::Sequence> SequenceOf(const v1::HandoffCall& call, const Transfer& transfer,
+                                              size_t reply_index) const;
   absl::Status Admit(const v1::HandoffCall& call, const std::shared_ptr<Transfer>& transfer);
   void Refuse(const v1::HandoffCall& call, Transfer& transfer, const absl::Status& status);
-  StepLoop::Entry EntryOf(const std::shared_ptr<Transfer>& transfer, engine::Sequence sequence,
-                          const std::shared_ptr<TokenQueue>& queue);
-  void SendTokens(Transfer& transfer, const engine::Sequence& sequence,
-                  v1::SequenceTokens* message) const;
-  void EndSequence(Transfer& transfer, engine::Sequence sequence, const absl::Status& status,
-                   TokenQueue& queue);
+  absl::Status Run(const std::shared_ptr<Transfer>& transfer,
+                   std::vector<engine::Sequence> sequences,
+                   const std::shared_ptr<TokenQueue>& queue);
+  StepLoop::Entry EntryOf(const std::shared_ptr<Transfer>& transfer, size_t reply_index,
+                          engine::Sequence sequence, const std::shared_ptr<TokenQueue>& queue);
+  static void SendTokens(Transfer& transfer, size_t reply_index, const engine::Sequence& sequence,
+                         v1::SequenceTokens* message);
+  void EndSequence(Transfer& transfer, size_t reply_index, engine::Sequence sequence,
+                   const absl::Status& status, TokenQueue& queue);
+  absl::StatusOr<v1::CancelReply> CancelReply(uint32_t reply_index, Transfer& transfer,
+                                              MutexLock& lock, absl::Duration timeout);
   void EndTransfersOf(uint64_t router_incarnation);
   void RunSweeper();
 

@@ -140,7 +140,7 @@ TEST(DecodeServiceTest, DrainingRefusesReservationsAndFinishesTheRest) {
   const auto handoff = pair.Prefill(reserved, *reservation);
   ASSERT_TRUE(handoff.ok()) << handoff.status();
   EXPECT_TRUE(pair.Handoff(reserved, *handoff).ok());
-  replies[1].tokens.push_back(static_cast<int32_t>(handoff->first_token()));
+  replies[1].tokens.push_back(static_cast<int32_t>(handoff->first_tokens(0).token_id()));
   EXPECT_EQ(pair.decode_service->AwaitIdle(absl::Seconds(30)), 0);
   while (replies[0].end == v1::SEQUENCE_END_UNSPECIFIED ||
          replies[1].end == v1::SEQUENCE_END_UNSPECIFIED) {

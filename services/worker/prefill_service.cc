@@ -27,6 +27,28 @@ absl::Status LeaseIsOver(absl::Duration lease, absl::Duration waited) {
       FaultScope::kRequest);
 }
 
+// What was drawn and what is told about it.
+void Describe(const engine::Sequence& computed, const v1::PrefillCall& call,
+              v1::PrefillReply& reply) {
+  v1::KvHandoff& handoff = *reply.mutable_handoff();
+  *handoff.mutable_sampler() = call.sampler();
+  handoff.mutable_sampler()->set_num_draws(computed.num_draws);
+  engine::DrawnToken first = {.id = computed.tokens.back()};
+  if (!computed.logits_crc32c.empty()) first.logits_crc32c = computed.logits_crc32c.back();
+  if (!computed.logprobs.empty()) first.logprobs = computed.logprobs.back();
+  const auto add = [&](const engine::DrawnToken& drawn) {
+    v1::FirstToken& token = *handoff.add_first_tokens();
+    token.set_token_id(static_cast<uint32_t>(drawn.id));
+    token.set_logits_crc32c(drawn.logits_crc32c);
+    if (!computed.logprobs.empty()) ToWire(drawn.logprobs, token.mutable_logprobs());
+  };
+  add(first);
+  for (const engine::DrawnToken& further : computed.further_first) add(further);
+  for (const kernels::TokenLogprobs& logprobs : computed.prompt_logprobs) {
+    ToWire(logprobs, reply.add_prompt_logprobs());
+  }
+}
+
 }  // namespace
 
 // One call, from its registration to its answer.
@@ -102,32 +124,32 @@ absl::StatusOr<std::shared_ptr<PrefillService::Call>> PrefillService::Register(
   return state;
 }
 
-absl::StatusOr<v1::KvHandoff> PrefillService::Prefill(const v1::PrefillCall& call,
-                                                      const CallScope& scope) {
-  absl::StatusOr<v1::KvHandoff> handoff = Attempt(call, scope);
-  if (handoff.ok()) return handoff;
-  metrics_->Add(kPrefillFailures, 1, {absl::StatusCodeToString(handoff.status().code())});
+absl::StatusOr<v1::PrefillReply> PrefillService::Prefill(const v1::PrefillCall& call,
+                                                         const CallScope& scope) {
+  absl::StatusOr<v1::PrefillReply> reply = Attempt(call, scope);
+  if (reply.ok()) return reply;
+  metrics_->Add(kPrefillFailures, 1, {absl::StatusCodeToString(reply.status().code())});
   LogWarning("a prefill failed",
-             {{"request_id", call.request_id()}, {"status", handoff.status().ToString()}});
-  return handoff;
+             {{"request_id", call.request_id()}, {"status", reply.status().ToString()}});
+  return reply;
 }
 
-absl::StatusOr<v1::KvHandoff> PrefillService::Attempt(const v1::PrefillCall& call,
-                                                      const CallScope& scope) {
+absl::StatusOr<v1::PrefillReply> PrefillService::Attempt(const v1::PrefillCall& call,
+                                                         const CallScope& scope) {
   ISTHMUS_RETURN_IF_ERROR(CheckCall(call));
   ISTHMUS_ASSIGN_OR_RETURN(const std::shared_ptr<Call> state, Register(call, scope));
   // The sequence and its pages are gone when Run returns.
-  absl::StatusOr<v1::KvHandoff> handoff = Run(call, *state);
+  absl::StatusOr<v1::PrefillReply> reply = Run(call, *state);
   MutexLock lock(mutex_);
   std::erase(waiting_, state.get());
   calls_.erase(call.reservation().transfer_id());
   past_.Add(call.reservation().transfer_id(), state->may_land);
   ++num_ended_;
   changed_.notify_all();
-  return handoff;
+  return reply;
 }
 
-absl::StatusOr<v1::KvHandoff> PrefillService::Run(const v1::PrefillCall& call, Call& state) {
+absl::StatusOr<v1::PrefillReply> PrefillService::Run(const v1::PrefillCall& call, Call& state) {
   ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence admitted, AdmitInTurn(call, state));
   ISTHMUS_ASSIGN_OR_RETURN(PromptPush push, PromptPush::Open(*worker_, call, admitted.cache));
   ISTHMUS_RETURN_IF_ERROR(Submit(std::move(admitted), state));
@@ -137,28 +159,25 @@ absl::StatusOr<v1::KvHandoff> PrefillService::Run(const v1::PrefillCall& call, C
   if (status.ok()) status = push.PushRest(PushDeadline(state));
   state.may_land = push.may_land();
   ISTHMUS_RETURN_IF_ERROR(status);
-  v1::KvHandoff handoff;
+  v1::PrefillReply reply;
+  v1::KvHandoff& handoff = *reply.mutable_handoff();
   handoff.set_transfer_id(call.reservation().transfer_id());
   handoff.set_worker_incarnation(call.reservation().worker_incarnation());
   handoff.set_layout_fingerprint(worker_->identity().layout_fingerprint);
   handoff.set_num_prompt_tokens(static_cast<uint64_t>(computed->num_prompt_tokens));
-  handoff.set_first_token(static_cast<uint32_t>(computed->tokens.back()));
-  *handoff.mutable_sampler() = call.sampler();
-  handoff.mutable_sampler()->set_num_draws(computed->num_draws);
-  if (!computed->logits_crc32c.empty()) {
-    handoff.set_first_logits_crc32c(computed->logits_crc32c.back());
-  }
+  Describe(*computed, call, reply);
   handoff.set_writer_incarnation(worker_->identity().worker_incarnation);
   push.Describe(&handoff);
   Report(call, push, handoff);
-  return handoff;
+  return reply;
 }
 
 absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCall& call,
                                                              Call& state) {
   ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, TokensOf(call.prompt_token_ids()));
-  engine::SamplingParams sampling = SamplingOf(call.sampler());
-  sampling.max_tokens = 1;  // The first token is all that is drawn here.
+  engine::SamplingParams sampling = SamplingOf(call.sampler().sampling());
+  // The first token is all that is drawn here, and it may have to be one that ends nothing.
+  sampling.max_tokens = std::max<int64_t>(1, sampling.min_tokens);
   ISTHMUS_RETURN_IF_ERROR(worker_->engine().Validate(prompt, sampling));
   MutexLock lock(mutex_);
   while (true) {
@@ -196,7 +215,8 @@ absl::Status PrefillService::Submit(engine::Sequence sequence, Call& state) {
   entry.on_step = [progress](const engine::Sequence& running, int64_t num_gained) {
     MutexLock lock(progress->mutex);
     progress->num_cached = running.cache.num_tokens();
-    if (num_gained == 0) progress->changed.notify_all();  // Else the end follows at once.
+    if (num_gained > 0) return false;  // The end follows at once.
+    progress->changed.notify_all();
     return true;
   };
   entry.on_end = [progress](engine::Sequence ended, const absl::Status& status) {

@@ -42,7 +42,7 @@ class PrefillService {
   // Unavailable, DeadlineExceeded with scope peer: the transfer (kvtransfer/sender.h). Aborted with
   // scope request: the same transfer runs, or has ended here, or its lease is over. Cancelled: by
   // Cancel or by the caller.
-  absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call, const CallScope& scope);
+  absl::StatusOr<v1::PrefillReply> Prefill(const v1::PrefillCall& call, const CallScope& scope);
 
   // Ends the call of that transfer and returns when its pages are free here and no write of it can
   // land; a call that comes later than its Cancel is refused.
@@ -66,11 +66,11 @@ class PrefillService {
  private:
   struct Call;
 
-  absl::StatusOr<v1::KvHandoff> Attempt(const v1::PrefillCall& call, const CallScope& scope);
+  absl::StatusOr<v1::PrefillReply> Attempt(const v1::PrefillCall& call, const CallScope& scope);
   absl::Status CheckCall(const v1::PrefillCall& call) const;
   absl::StatusOr<std::shared_ptr<Call>> Register(const v1::PrefillCall& call,
                                                  const CallScope& scope);
-  absl::StatusOr<v1::KvHandoff> Run(const v1::PrefillCall& call, Call& state);
+  absl::StatusOr<v1::PrefillReply> Run(const v1::PrefillCall& call, Call& state);
   absl::StatusOr<engine::Sequence> AdmitInTurn(const v1::PrefillCall& call, Call& state);
   absl::Status Submit(engine::Sequence sequence, Call& state);
   absl::StatusOr<engine::Sequence> PushWhileComputing(Call& state, PromptPush& push);

@@ -174,7 +174,7 @@ TEST(PrefillServiceTest, PromptsWaitTheirTurnForRoomUpToABound) {
   EXPECT_THAT(std::string(refused.message()), HasSubstr("all 3 places"));
   for (size_t i = 0; i < 5; ++i) {
     ASSERT_TRUE(running[i]->Result().ok()) << running[i]->Result().status();
-    EXPECT_EQ(static_cast<int32_t>(running[i]->Result()->first_token()),
+    EXPECT_EQ(static_cast<int32_t>(running[i]->Result()->first_tokens(0).token_id()),
               pair.Expected(requests[i])[0]);
   }
 }
@@ -307,8 +307,9 @@ TEST(PrefillServiceTest, RefusesABadCallByName) {
               HasSubstr("held_tokens: is 128"));
   EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_sampler()->set_num_draws(3); }),
               HasSubstr("num_draws: is 3"));
-  EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_sampler()->set_top_p(7); }),
-              HasSubstr("top_p"));
+  EXPECT_THAT(
+      refusal([](v1::PrefillCall& c) { c.mutable_sampler()->mutable_sampling()->set_top_p(7); }),
+      HasSubstr("top_p"));
   EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.set_prompt_token_ids(7, 256); }),
               HasSubstr("id 256"));
   EXPECT_TRUE(pair.Prefill(request, *reservation).ok());

@@ -55,7 +55,7 @@ class PrefillRpc : public v1::PrefillService::Service {
   PrefillRpc(PrefillService* service, Clock* clock) : service_(service), clock_(clock) {}
 
   grpc::Status Prefill(grpc::ServerContext* context, const v1::PrefillCall* call,
-                       v1::KvHandoff* reply) override {
+                       v1::PrefillReply* reply) override {
     const absl::Duration left = absl::FromChrono(context->deadline()) - absl::Now();
     const CallScope scope = {clock_->Now() + left, [context] { return context->IsCancelled(); }};
     return Answer(service_->Prefill(*call, scope), reply, context);

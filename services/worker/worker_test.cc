@@ -71,13 +71,15 @@ class Workers {
     v1::PrefillCall call;
     call.set_request_id("r");
     for (uint32_t i = 0; i < kPromptTokens; ++i) call.add_prompt_token_ids(10 + (i * 37) % 1900);
-    call.mutable_sampler()->set_top_p(1);
     *call.mutable_reservation() = reservation;
     *call.mutable_target() = decode->card().transfer();
     return call;
   }
   absl::StatusOr<v1::KvHandoff> Prefill(const v1::PrefillCall& call) {
-    return prefill_service->Prefill(call, {absl::Now() + absl::Seconds(60), [] { return false; }});
+    absl::StatusOr<v1::PrefillReply> reply =
+        prefill_service->Prefill(call, {absl::Now() + absl::Seconds(60), [] { return false; }});
+    if (!reply.ok()) return reply.status();
+    return std::move(*reply->mutable_handoff());
   }
   v1::HandoffCall HandoffCall(const v1::KvHandoff& handoff) const {
     v1::HandoffCall call;
@@ -211,7 +213,7 @@ TEST(WorkerTest, CancellingARunningSequenceFreesItBeforeTheAnswer) {
   const auto reservation = workers.decode_service->Reserve(reserve);
   ASSERT_TRUE(reservation.ok()) << reservation.status();
   v1::PrefillCall prefill = workers.PrefillCall(*reservation);
-  prefill.mutable_sampler()->set_temperature(2);
+  prefill.mutable_sampler()->mutable_sampling()->set_temperature(2);
   const auto handoff = workers.Prefill(prefill);
   ASSERT_TRUE(handoff.ok()) << handoff.status();
   v1::HandoffCall call = workers.HandoffCall(*handoff);
@@ -299,8 +301,8 @@ TEST(WorkerTest, ABatchOfEightChangesNoBit) {
   std::vector<TestRequest> requests;
   for (uint32_t i = 0; i < 8; ++i) {
     requests.push_back(RequestOf(1 + 37 * i, 10, 100 * i));
-    requests.back().sampler.set_temperature(i % 2 == 0 ? 0.0 : 0.8);
-    requests.back().sampler.set_seed(i);
+    requests.back().sampling.set_temperature(i % 2 == 0 ? 0.0 : 0.8);
+    requests.back().sampling.set_seed(i);
   }
   std::vector<TestReply> alone;
   for (const TestRequest& request : requests) alone.push_back(pair.Run(request));

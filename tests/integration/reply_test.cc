@@ -59,15 +59,15 @@ TEST_F(ReplyTest, AnswersFromAFactInThePromptAndAcrossTurns) {
         cluster_->client().Chat(ChatOf(messages), kReplyPatience,
                                 [&](const v1::TokenDelta& delta) { streamed += delta.content(); });
     ASSERT_TRUE(finish.ok()) << finish.status() << cluster_->Logs();
-    const Json message = Json::parse(finish->message_json());
+    const Json message = Json::parse(finish->ends[0].message_json());
     EXPECT_EQ(message["content"], streamed);
-    EXPECT_EQ(finish->finish_reason(), v1::FINISH_REASON_STOP);
-    EXPECT_GT(finish->usage().prompt_tokens(), 0);
-    EXPECT_GT(finish->usage().output_tokens(), 1);
-    EXPECT_GT(finish->timings().ttft_ms(), 0);
-    EXPECT_GT(finish->timings().tokens_per_s(), 0);
-    EXPECT_GT(finish->transfer().kv_bytes(), 0);
-    EXPECT_GT(finish->transfer().digests_verified(), 0);
+    EXPECT_EQ(finish->ends[0].finish_reason(), v1::FINISH_REASON_STOP);
+    EXPECT_GT(finish->finish.usage().prompt_tokens(), 0);
+    EXPECT_GT(finish->finish.usage().output_tokens(), 1);
+    EXPECT_GT(finish->finish.timings().ttft_ms(), 0);
+    EXPECT_GT(finish->finish.timings().tokens_per_s(), 0);
+    EXPECT_GT(finish->finish.transfer().kv_bytes(), 0);
+    EXPECT_GT(finish->finish.transfer().digests_verified(), 0);
     if (turn.contains("expect") && !turn["expect"].is_null()) {
       EXPECT_THAT(streamed, HasSubstr(turn["expect"].get<std::string>()));
     }
@@ -85,7 +85,7 @@ TEST_F(ReplyTest, FindsAFactAThousandWordsEarlier) {
                               [&](const v1::TokenDelta& delta) { streamed += delta.content(); });
   ASSERT_TRUE(finish.ok()) << finish.status();
   EXPECT_THAT(streamed, HasSubstr(recall["turns"][0]["expect"].get<std::string>()));
-  EXPECT_GT(finish->usage().prompt_tokens(), 1000);
+  EXPECT_GT(finish->finish.usage().prompt_tokens(), 1000);
 }
 
 struct Reply {
@@ -191,8 +191,8 @@ TEST_F(ReplyTest, OneOutputTokenIsAWholeReply) {
   const auto finish =
       cluster_->client().Generate(RequestOf(20, 1), kReplyPatience, [](const v1::TokenDelta&) {});
   ASSERT_TRUE(finish.ok()) << finish.status();
-  EXPECT_EQ(finish->usage().output_tokens(), 1);
-  EXPECT_GT(finish->transfer().digests_verified(), 0);
+  EXPECT_EQ(finish->finish.usage().output_tokens(), 1);
+  EXPECT_GT(finish->finish.transfer().digests_verified(), 0);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ void RunningRequest::Read() {
     if (event.has_finish()) {
       finish_ = event.finish();
       ++num_finishes_;
-    } else {
+    } else if (event.has_delta()) {
       has_delta_after_finish_ |= num_finishes_ > 0;
       const v1::TokenDelta& delta = event.delta();
       tokens_.insert(tokens_.end(), delta.token_ids().begin(), delta.token_ids().end());

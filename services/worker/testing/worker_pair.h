@@ -49,7 +49,7 @@ inline WorkerConfig TinyModelConfig() {
 struct TestRequest {
   std::vector<uint32_t> prompt;
   uint32_t max_output_tokens = 6;
-  v1::SamplerState sampler;
+  v1::SamplingParams sampling;
   std::string transfer_id = rpc::NewTransferId();
   uint64_t router = kTestRouter;
   v1::Priority priority = v1::PRIORITY_UNSPECIFIED;
@@ -62,8 +62,7 @@ inline TestRequest RequestOf(size_t num_tokens, uint32_t max_output_tokens = 6,
     request.prompt.push_back(2 + (first + static_cast<uint32_t>(i) * 37) % 250);
   }
   request.max_output_tokens = max_output_tokens;
-  request.sampler.set_top_p(1);
-  request.sampler.set_wants_logits_digests(true);
+  request.sampling.set_wants_logits_digests(true);
   return request;
 }
 
@@ -112,6 +111,7 @@ class WorkerPair {
     call.set_num_prompt_tokens(request.prompt.size());
     call.set_max_output_tokens(request.max_output_tokens);
     call.set_router_incarnation(request.router);
+    call.set_num_replies(request.sampling.num_replies());
     call.set_priority(request.priority);
     return decode_service->Reserve(call);
   }
@@ -120,7 +120,7 @@ class WorkerPair {
     v1::PrefillCall call;
     call.set_request_id("r");
     call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
-    *call.mutable_sampler() = request.sampler;
+    *call.mutable_sampler()->mutable_sampling() = request.sampling;
     *call.mutable_reservation() = reservation;
     *call.mutable_target() = decode->card().transfer();
     call.set_priority(request.priority);
@@ -128,8 +128,10 @@ class WorkerPair {
   }
   absl::StatusOr<v1::KvHandoff> Prefill(const TestRequest& request,
                                         const v1::KvReservation& reservation) {
-    return prefill_service->Prefill(PrefillCall(request, reservation),
-                                    {clock_.Now() + absl::Seconds(60), {}});
+    absl::StatusOr<v1::PrefillReply> reply = prefill_service->Prefill(
+        PrefillCall(request, reservation), {clock_.Now() + absl::Seconds(60), {}});
+    if (!reply.ok()) return reply.status();
+    return std::move(*reply->mutable_handoff());
   }
   absl::StatusOr<v1::HandoffReply> Handoff(const TestRequest& request,
                                            const v1::KvHandoff& handoff) {
@@ -159,8 +161,8 @@ class WorkerPair {
     const absl::StatusOr<v1::HandoffReply> admitted = Handoff(request, *handoff);
     if (!admitted.ok()) return admitted.status();
     TestReply reply;
-    reply.tokens.push_back(static_cast<int32_t>(handoff->first_token()));
-    reply.digests.push_back(handoff->first_logits_crc32c());
+    reply.tokens.push_back(static_cast<int32_t>(handoff->first_tokens(0).token_id()));
+    reply.digests.push_back(handoff->first_tokens(0).logits_crc32c());
     return reply;
   }
 
