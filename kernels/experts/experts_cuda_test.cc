@@ -11,6 +11,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#if ISTHMUS_EMULATED
+#include "kernels/core/emulator/emulator.h"
+#endif
 #include "kernels/experts/experts_cases.h"
 #include "kernels/experts/experts_variants.h"
 #include "kernels/testing/compare.h"
@@ -181,6 +184,9 @@ class ExpertsCudaTest : public ::testing::TestWithParam<ExpertsVariant> {
     EXPECT_TRUE(on_device.Untouched(on_device.out, c.tokens_));
     EXPECT_TRUE(on_device.Untouched(on_device.routed, c.tokens_));
     Compare(c, arithmetic, out, routed);
+#if ISTHMUS_EMULATED
+    const emulator::ReverseOrder reversed;
+#endif
     ASSERT_TRUE(variant.launch(args, device_.exec()).ok());
     device_.Finish();
     EXPECT_TRUE(SameBits(on_device.Gather(on_device.out, c.tokens_), out));
@@ -239,6 +245,10 @@ TEST_P(ExpertsCudaTest, TakesAnyNumberOfTokens) {
   for (const int64_t tokens : {1, 2, 7, 8, 9, 20, 41}) {
     ExpertsCase c(WeightFormat::kMxfp4, tokens, 256, 128, 12, 3, false);
     ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()), tokens % 3, 4);
+  }
+  for (const int64_t tokens : {1, 9, 33}) {
+    ExpertsCase c(WeightFormat::kNvfp4, tokens, 256, 128, 7, 2, false);
+    ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()));
   }
 }
 
