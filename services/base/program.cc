@@ -2,6 +2,7 @@
 #include "services/base/program.h"
 
 #include <CLI/CLI.hpp>
+#include <deque>
 #include <iostream>
 #include <vector>
 
@@ -25,6 +26,17 @@ absl::Status ReadConfig(const std::string& path, const std::vector<std::string>&
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
+}
+
+int Print(const std::string& program, const PrintFlag& flag) {
+  const absl::StatusOr<std::string> text = flag.print();
+  if (text.ok()) {
+    std::cout << *text;
+    return 0;
+  }
+  std::cerr << program << ": " << text.status().message() << "\n";
+  return absl::IsInvalidArgument(text.status()) || absl::IsNotFound(text.status()) ? kExitBadInput
+                                                                                   : 1;
 }
 
 }  // namespace
@@ -63,6 +75,10 @@ std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, i
                "Print all fields as a Markdown table and exit");
   app.add_flag("--print-config-schema", wants_schema,
                "Print a JSON Schema of the config file and exit");
+  std::deque<bool> wants(spec.prints.size(), false);
+  for (size_t i = 0; i < wants.size(); ++i) {
+    app.add_flag(spec.prints[i].flag, wants[i], spec.prints[i].help);
+  }
   app.footer("Fields of the configuration:\n" + fields.HelpText());
 
   if (const std::optional<int> code = ParseCommandLine(app, argc, argv)) return code;
@@ -82,6 +98,9 @@ std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, i
   if (wants_config) {
     std::cout << fields.ToJson();
     return 0;
+  }
+  for (size_t i = 0; i < wants.size(); ++i) {
+    if (wants[i]) return Print(spec.name, spec.prints[i]);
   }
   return std::nullopt;
 }

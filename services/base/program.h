@@ -3,9 +3,12 @@
 // --set key=value. Exit codes: 0 done, 2 bad command line or configuration, 1 anything else.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "absl/status/statusor.h"
 #include "services/base/config.h"
 
 namespace CLI {  // NOLINT(readability-identifier-naming): the library's own name.
@@ -14,15 +17,24 @@ class App;
 
 namespace isthmus {
 
+// What one program can print besides, from its effective configuration.
+struct PrintFlag {
+  std::string flag;  // "--print-plan"
+  std::string help;
+  std::function<absl::StatusOr<std::string>()> print;  // The text for stdout, with its newline.
+};
+
 struct ProgramSpec {
   std::string name;     // "isthmus-router"
   std::string summary;  // One sentence for --help.
+  std::vector<PrintFlag> prints = {};
 };
 
 // For a program that is set by its config file. Reads the command line into `fields`. Returns
 // nothing when the program should run, or its exit code: after --version, --help, --print-config
 // (the effective configuration, as JSON on stdout), --print-config-reference (a Markdown table) or
-// --print-config-schema (a JSON Schema), or after an error, which has been written to stderr.
+// --print-config-schema (a JSON Schema), after one of spec.prints, or after an error, which has
+// been written to stderr.
 std::optional<int> StartProgram(const ProgramSpec& spec, ConfigFields& fields, int argc,
                                 const char* const* argv);
 

@@ -50,6 +50,31 @@ TEST(ProgramTest, PrintsTheEffectiveConfiguration) {
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "{\n  \"port\": 5,\n  \"name\": \"\"\n}\n");
 }
 
+TEST(ProgramTest, PrintsWhatAProgramAddsFromItsConfiguration) {
+  SmallConfig config;
+  ConfigFields fields = ConfigFields::Of(config);
+  const ProgramSpec spec = {
+      "isthmus-test",
+      "A test.",
+      {{"--print-port", "Print the port and exit", [&config]() -> absl::StatusOr<std::string> {
+          if (config.port == 0) return absl::InvalidArgumentError("port: is 0");
+          if (config.port == 2) return absl::InternalError("a bug");
+          return std::to_string(config.port) + "\n";
+        }}}};
+  const auto start = [&](const char* assignment) {
+    const char* arguments[] = {"isthmus-test", "--print-port", "--set", assignment};
+    return StartProgram(spec, fields, 4, arguments);
+  };
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(start("port=5"), 0);
+  EXPECT_EQ(start("port=0"), 2);
+  EXPECT_EQ(start("port=2"), 1);
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "5\n");
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "isthmus-test: port: is 0\nisthmus-test: a bug\n");
+}
+
 TEST(ProgramTest, PrintsASchemaOfTheFile) {
   SmallConfig config;
   testing::internal::CaptureStdout();

@@ -2,7 +2,6 @@
 #include "services/worker/worker.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,27 +13,13 @@
 #include "services/rpc/identity.h"
 #include "services/rpc/wire.h"
 #include "services/worker/page_groups.h"
+#include "services/worker/worker_plan.h"
 
 namespace isthmus::worker {
 namespace {
 
 // Writes wake the poll thread at once; this is how soon it sees that it should stop.
 constexpr absl::Duration kPollWait = absl::Milliseconds(200);
-
-model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
-  model::ScriptedOptions options;
-  options.seed = static_cast<uint64_t>(config.scripted_seed);
-  options.vocab_size = config.scripted_vocab_size;
-  options.end_token_id = config.scripted_end_token_id;
-  options.max_positions = config.scripted_max_positions;
-  options.page_tokens = config.page_tokens;
-  options.layer_pairs = config.scripted_layer_pairs;
-  options.end_probability = config.scripted_end_probability;
-  options.max_tokens_per_step = config.scripted_max_tokens_per_step;
-  options.step_time = config.scripted_step_time;
-  options.prefill_token_time = config.scripted_prefill_token_time;
-  return options;
-}
 
 }  // namespace
 
@@ -93,8 +78,14 @@ absl::Status Worker::TakeModel(WorkerParts& parts) {
   if (parts.forward != nullptr) {
     forward_ = std::move(parts.forward);
     values->set_checkpoint_fingerprint(parts.checkpoint_fingerprint);
+    ISTHMUS_ASSIGN_OR_RETURN(plan_,
+                             PlanWorker(config_, {.layout = forward_->layout(),
+                                                  .max_positions = forward_->max_positions()}));
     return BuildEngine(parts.end_token_id);
   }
+  // Before the weights are read: what cannot fit is known at once.
+  ISTHMUS_ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(config_));
+  ISTHMUS_ASSIGN_OR_RETURN(plan_, PlanWorker(config_, shape));
   if (config_.model_kind == "scripted") {
     const model::ScriptedOptions options = ScriptedOptionsOf(config_);
     ISTHMUS_ASSIGN_OR_RETURN(forward_, model::ScriptedForward::Create(options, clock_));
@@ -109,12 +100,7 @@ absl::Status Worker::TakeModel(WorkerParts& parts) {
 }
 
 absl::Status Worker::LoadCheckpoint() {
-  if (config_.checkpoint.empty()) {
-    return absl::InvalidArgumentError("checkpoint: no directory is given");
-  }
-  const int processors = static_cast<int>(std::thread::hardware_concurrency());
-  threads_ = std::make_unique<ThreadPool>(config_.threads > 0 ? config_.threads
-                                                              : std::clamp(processors, 1, 64));
+  threads_ = std::make_unique<ThreadPool>(NumThreads(config_));
   model::WeightOptions options;
   if (config_.index_topk > 0) options.index_topk = config_.index_topk;
   ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(config_.device));
@@ -145,8 +131,9 @@ absl::Status Worker::OpenDevice(int device) {
 
 absl::Status Worker::BuildEngine(int32_t end_token_id) {
   const int device = device_ != nullptr ? device_->device() : kv::kHostMemory;
-  ISTHMUS_ASSIGN_OR_RETURN(pool_, kv::CachePool::Create(forward_->layout(), config_.cache_tokens,
-                                                        config_.max_sequences, device));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      pool_, kv::CachePool::Create(forward_->layout(), plan_.cache_tokens,
+                                   static_cast<int32_t>(plan_.max_sequences), device));
   engine::EngineOptions options;
   options.chunk_tokens = config_.chunk_tokens;
   options.max_batch_tokens = config_.max_batch_tokens;
@@ -189,8 +176,7 @@ void Worker::FillCard(v1::WorkerRole role) {
   card_.set_version(std::string(SemanticVersion()));
   v1::ClusterValues* values = card_.mutable_values();
   values->set_layout_fingerprint(forward_->layout().fingerprint);
-  values->set_max_sequence_tokens(
-      static_cast<uint64_t>(std::min<int64_t>(forward_->max_positions(), config_.cache_tokens)));
+  values->set_max_sequence_tokens(static_cast<uint64_t>(plan_.max_sequence_tokens));
   values->set_vocab_size(static_cast<uint32_t>(forward_->vocab_size()));
   values->set_end_token_id(static_cast<uint32_t>(engine_->options().eos_token_id));
 }

@@ -17,6 +17,7 @@
 #include "services/base/thread_pool.h"
 #include "services/engine/admission.h"
 #include "services/engine/engine.h"
+#include "services/engine/memory_plan.h"
 #include "services/model/device_context.h"
 #include "services/model/device_weights.h"
 #include "services/model/forward.h"
@@ -69,6 +70,8 @@ class Worker {
   v1::WorkerLoad load() const;
 
   engine::Engine& engine() { return *engine_; }
+  // What the pools were created from.
+  const engine::MemoryPlan& plan() const { return plan_; }
   // Of a decode worker's sequences.
   engine::Admission& admission() { return *admission_; }
   kv::CachePool& pool() { return *pool_; }
@@ -110,6 +113,7 @@ class Worker {
   std::unique_ptr<model::Weights> weights_;
   std::unique_ptr<model::DeviceWeights> device_weights_;
   std::unique_ptr<model::Forward> forward_;
+  engine::MemoryPlan plan_;
   std::unique_ptr<kv::CachePool> pool_;
   std::unique_ptr<PageStaging> staging_;
   std::unique_ptr<engine::Engine> engine_;

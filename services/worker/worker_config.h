@@ -28,6 +28,8 @@ struct WorkerConfig {
   int32_t index_topk = 0;
   int32_t page_tokens = 256;
   int64_t cache_tokens = 65536;
+  std::string memory = "0";
+  int64_t max_sequence_tokens = 0;
   int32_t max_sequences = 8;
   int32_t max_queued_sequences = 16;
   double expected_output_quantile = 0.8;
@@ -85,6 +87,12 @@ struct WorkerConfig {
           "Tokens per KV page. Equal on all workers.");
     visit("cache_tokens", cache_tokens, Range<int64_t>{256, int64_t{1} << 32},
           "Tokens of all sequences together that the KV pages have room for.");
+    visit("memory", memory, AnyValue{},
+          "What weights, steps and cache may take together, as \"96GiB\": pages get what the rest "
+          "leaves, and cache_tokens does not count. 0: as many pages as cache_tokens asks for.");
+    visit("max_sequence_tokens", max_sequence_tokens, Range<int64_t>{0, int64_t{1} << 32},
+          "Tokens of one sequence, prompt and output, that must fit into the KV pages; beyond, "
+          "INVALID_ARGUMENT. 0: as many as the pages and the model have room for.");
     visit("max_sequences", max_sequences, Range<int32_t>{1, 4096},
           "Sequences that hold a state slot at one time, running or reserved.");
     visit("max_queued_sequences", max_queued_sequences, Range<int32_t>{1, 65536},

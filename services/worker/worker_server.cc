@@ -24,6 +24,7 @@
 #include "services/worker/prefill_service.h"
 #include "services/worker/worker_load.h"
 #include "services/worker/worker_metrics.h"
+#include "services/worker/worker_plan.h"
 #include "services/worker/worker_rpc.h"
 
 namespace isthmus::worker {
@@ -67,6 +68,18 @@ absl::Status CheckAddresses(const WorkerConfig& config) {
   return refuse("advertise", config.advertise, kHostPort);
 }
 
+void LogPlan(const engine::MemoryPlan& plan) {
+  LogInfo("memory plan", {{"cache_tokens", plan.cache_tokens},
+                          {"max_sequence_tokens", plan.max_sequence_tokens},
+                          {"bytes_per_token", plan.bytes_per_token()},
+                          {"max_sequences", plan.max_sequences},
+                          {"snapshots", plan.snapshots},
+                          {"weight_bytes", plan.weight_bytes},
+                          {"step_bytes", plan.step_bytes},
+                          {"pool_bytes", plan.pool_bytes},
+                          {"total_bytes", plan.total_bytes}});
+}
+
 // One worker process from its model to its end. Everything is built here, in order.
 class WorkerProcess {
  public:
@@ -107,6 +120,7 @@ absl::Status WorkerProcess::Start() {
     metrics_.Set(kPreemptedSequences, static_cast<double>(figures.num_preempted));
   };
   ISTHMUS_ASSIGN_OR_RETURN(worker_, Worker::Create(config_, role_, RealClock(), observer));
+  LogPlan(worker_->plan());
   prefill_ = std::make_unique<PrefillService>(worker_.get(), &metrics_);
   decode_ = std::make_unique<DecodeService>(worker_.get(), &metrics_);
   drain_ = std::make_unique<Drain>(prefill_.get(), decode_.get());
@@ -230,6 +244,12 @@ void WorkerProcess::Stop() {
   LogInfo("stopped");
 }
 
+absl::StatusOr<std::string> PrintedPlan(const WorkerConfig& config) {
+  ISTHMUS_ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(config));
+  ISTHMUS_ASSIGN_OR_RETURN(const engine::MemoryPlan plan, PlanWorker(config, shape));
+  return engine::MemoryPlanJson(plan);
+}
+
 absl::Status Serve(const WorkerConfig& config, v1::WorkerRole role) {
   WorkerProcess process(config, role);
   ISTHMUS_RETURN_IF_ERROR(process.Start());
@@ -245,7 +265,11 @@ int RunWorker(const ProgramSpec& spec, v1::WorkerRole role, const char* default_
   WorkerConfig config;
   config.listen = default_listen;
   ConfigFields fields = ConfigFields::Of(config);
-  return rpc::RunServer(spec, fields, config.log_level, argc, argv,
+  ProgramSpec worker_spec = spec;
+  worker_spec.prints.push_back(
+      {"--print-plan", "Print what memory the model and the cache would take, as JSON, and exit",
+       [&config] { return PrintedPlan(config); }});
+  return rpc::RunServer(worker_spec, fields, config.log_level, argc, argv,
                         [&] { return Serve(config, role); });
 }
 
