@@ -104,7 +104,7 @@ v1::ReplyEnd ReplyStream::End(v1::SequenceEnd end) const {
   const bool is_stop = has_stopped() || end == v1::SEQUENCE_END_STOP;
   reply.set_finish_reason(is_stop ? v1::FINISH_REASON_STOP : v1::FINISH_REASON_LENGTH);
   if (has_stopped()) {
-    reply.set_stop_string(*stops_.match());
+    reply.set_stop_string(stops_.match().value_or(""));
   } else if (is_stop && IsStopToken(last_token_id_)) {
     reply.set_stop_token_id(last_token_id_);
   }
