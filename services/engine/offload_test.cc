@@ -2,7 +2,10 @@
 // Idle conversations that the pages had no room for come back from host memory: not computed again,
 // and bit by bit what they were, which the scripted forward pass verifies of all that it reads.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <fstream>
 #include <memory>
 #include <random>
 
@@ -183,6 +186,41 @@ TEST(OffloadTest, OtherSaltsFindNothing) {
   transcript = prompt;
   served.Turn(transcript, 20, "one");
   EXPECT_EQ(served.num_reused, 896);
+}
+
+int64_t ResidentBytes() {
+  int64_t pages = 0;
+  int64_t resident = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+// Memory that grew with every turn of others: a thousand conversations of twenty turns, fifty alive
+// at a time, in pages for a few of them.
+TEST(OffloadTest, AThousandConversationsLeaveMemoryFlat) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer keeps what was freed";
+#endif
+  Offloading served(4096, WithHost(8 * kMiB));
+  std::vector<int64_t> resident;
+  for (uint32_t wave = 0; wave < 20; ++wave) {
+    std::vector<std::vector<int32_t>> transcripts;
+    for (uint32_t c = 0; c < 50; ++c) transcripts.push_back(PromptOf(60, 1000 * wave + c));
+    for (uint32_t turn = 0; turn < 20; ++turn) {
+      for (uint32_t c = 0; c < 50; ++c) {
+        const std::vector<int32_t> more = PromptOf(9, turn);
+        transcripts[c].insert(transcripts[c].end(), more.begin(), more.end());
+        served.Turn(transcripts[c], 6);
+        ASSERT_FALSE(testing::Test::HasFailure()) << "wave " << wave << " turn " << turn;
+      }
+    }
+    resident.push_back(ResidentBytes());
+  }
+  EXPECT_GT(served.counts().host_hit_tokens, 100'000u);
+  // From when pages and host memory are full.
+  const int64_t first = *std::max_element(resident.begin() + 3, resident.begin() + 8);
+  const int64_t last = *std::max_element(resident.end() - 5, resident.end());
+  EXPECT_LT(last, first + kMiB) << "first " << first << ", last " << last;
 }
 
 // The sums are compared before anything is used; what differs is computed, and forgotten.
