@@ -132,9 +132,10 @@ class ModelForward : public Forward {
   absl::Status SumOverRanks(Step& step) const;
   absl::Status AttentionHalf(int layer, Step& step) const;
   absl::Status Queries(int layer, const kernels::MatrixView& quantised_x, Step& step) const;
+  absl::Status ExpandQueries(int layer, Step& step) const;
+  absl::Status ProjectInput(int layer, Step& step) const;
   absl::Status Compress(int layer, Step& step) const;
-  absl::Status QueryIndex(int layer, const kernels::MatrixView& q,
-                          const kernels::MatrixView& weights, Step& step) const;
+  absl::Status QueryIndex(int layer, Step& step) const;
   absl::Status Select(int layer, Step& step) const;
   absl::Status Attend(int layer, Step& step) const;
   absl::Status FfnHalf(int layer, Step& step) const;

@@ -71,7 +71,10 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   ISTHMUS_RETURN_IF_ERROR(Queries(layer, quantised_x, step));
   step.selected = nullptr;
   step.max_selected = 0;
-  if (w.ratio != 0) ISTHMUS_RETURN_IF_ERROR(Compress(layer, step));
+  if (w.ratio != 0) {
+    ISTHMUS_RETURN_IF_ERROR(ProjectInput(layer, step));
+    ISTHMUS_RETURN_IF_ERROR(Compress(layer, step));
+  }
   if (w.ratio == 4) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
   ISTHMUS_RETURN_IF_ERROR(Attend(layer, step));
   step.Emit(layer, "attn_out", step.y);
@@ -119,16 +122,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
     ISTHMUS_RETURN_IF_ERROR(
         kernels::QuantiseActivation(step.query_latent, step.query_latent, step.exec));
   }
-  step.q = step.Take(step.rows, heads * head_dim);
-  step.Mark("linear.wq_b");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = step.query_latent,
-                       .weight = w.wq_b,
-                       .out = step.q,
-                       .quantise_input = QuantisesInside(w.wq_b, arithmetic_, step.exec),
-                       .round_output = reference,
-                       .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)},
-                      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(ExpandQueries(layer, step));
   step.Mark("head_norm_rope");
   ISTHMUS_RETURN_IF_ERROR(kernels::HeadNormRope({.q = step.q,
                                                  .head_dim = head_dim,
@@ -144,26 +138,69 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   return absl::OkStatus();
 }
 
+// q, and the queries of the indexer where the layer has one, from the latent that they share.
+absl::Status ModelForward::ExpandQueries(int layer, Step& step) const {
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
+  kernels::LinearArgs of_latent[2];
+  of_latent[0] = {.x = step.query_latent,
+                  .weight = w.wq_b,
+                  .out = step.Take(step.rows, w.wq_b.rows),
+                  .quantise_input = QuantisesInside(w.wq_b, arithmetic_, step.exec),
+                  .round_output = arithmetic_ == Arithmetic::kReference,
+                  .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)};
+  step.q = of_latent[0].out;
+  size_t count = 1;
+  if (step.Chooses(w.ratio)) {
+    ISTHMUS_CHECK(w.indexer.has_value());
+    step.index_q = step.Take(step.rows, int64_t{config.index_n_heads} * config.index_head_dim);
+    of_latent[1] = of_latent[0];
+    of_latent[1].weight = w.indexer->wq_b;
+    of_latent[1].out = step.index_q;
+    count = 2;
+  }
+  step.Mark("linear.wq_b");
+  return kernels::LinearMany({of_latent, count}, step.exec);
+}
+
+// The unquantised linears of x: of the compressor, and of the indexer where the layer has one.
+absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
+  const LayerWeights& w = LayerAt(layer);
+  ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
+  std::vector<kernels::LinearArgs> of_x;
+  const auto add = [&](const kernels::WeightView& weight, bool rounds) {
+    of_x.push_back({.x = step.x,
+                    .weight = weight,
+                    .out = step.Take(step.rows, weight.rows),
+                    .round_output = rounds});
+    return of_x.back().out;
+  };
+  step.compressor_u = add(w.compressor->wkv, false);
+  step.compressor_g = add(w.compressor->wgate, false);
+  if (w.ratio == 4) {
+    ISTHMUS_CHECK(w.indexer.has_value());
+    step.index_u = add(w.indexer->compressor.wkv, false);
+    step.index_g = add(w.indexer->compressor.wgate, false);
+  }
+  if (step.Chooses(w.ratio)) {
+    step.index_weights = add(w.indexer->weights_proj, arithmetic_ == Arithmetic::kReference);
+  }
+  step.Mark("linear.input");
+  return kernels::LinearMany(of_x, step.exec);
+}
+
 // Specification 3.7: the main entries that complete in this step.
 absl::Status ModelForward::Compress(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
-  ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
   const CompressorWeights& c = *w.compressor;
   const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
   const kernels::CacheKindIndex state = w.ratio == 4 ? kernels::kCsaState : kernels::kHcaState;
-  const int64_t width = (w.ratio == 4 ? 2 : 1) * int64_t{config.head_dim};
-  const MatrixView u = step.Take(step.rows, width);
-  const MatrixView g = step.Take(step.rows, width);
-  step.Mark("linear.compressor");
-  const kernels::LinearArgs of_x[] = {{.x = step.x, .weight = c.wkv, .out = u},
-                                      {.x = step.x, .weight = c.wgate, .out = g}};
-  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView entries = step.has_tap() ? step.Take(added, config.head_dim) : MatrixView{};
   step.Mark("compressor");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Compressor({.u = u,
-                                               .g = g,
+  ISTHMUS_RETURN_IF_ERROR(kernels::Compressor({.u = step.compressor_u,
+                                               .g = step.compressor_g,
                                                .ape = Ape(c),
                                                .norm_weight = c.norm,
                                                .frequency = compressed_frequency_,
@@ -183,45 +220,26 @@ absl::Status ModelForward::Compress(int layer, Step& step) const {
   return absl::OkStatus();
 }
 
-// Specification 3.7, queries: `q` [rows, heads * dim] as the keys are stored, `weights` [rows,
-// heads].
-absl::Status ModelForward::QueryIndex(int layer, const MatrixView& q, const MatrixView& weights,
-                                      Step& step) const {
+// Specification 3.7, queries: index_q as the keys are stored, and index_weights scaled.
+absl::Status ModelForward::QueryIndex(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
-  const LayerWeights& w = LayerAt(layer);
-  ISTHMUS_CHECK(w.indexer.has_value());
-  const IndexerWeights& indexer = *w.indexer;
-  const bool reference = arithmetic_ == Arithmetic::kReference;
   const int64_t heads = config.index_n_heads;
   const int64_t dim = config.index_head_dim;
-  step.Mark("linear.index_wq_b");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = step.query_latent,
-                       .weight = indexer.wq_b,
-                       .out = q,
-                       .quantise_input = QuantisesInside(w.wq_b, arithmetic_, step.exec),
-                       .round_output = reference,
-                       .input_is_quantised = QuantisesAhead(w.wq_b, arithmetic_, step.exec)},
-                      step.exec));
   step.Mark("rope.index_q");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = q,
+  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.index_q,
                                          .head_dim = dim,
                                          .positions = step.inputs.positions,
                                          .frequency = compressed_frequency_,
                                          .arithmetic = arithmetic_},
                                         step.exec));
   step.Mark("index_query");
-  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(q, heads, dim, arithmetic_, step.exec));
-  step.Emit(layer, "index_q", q, {step.rows, heads, dim});
-  step.Mark("linear.index_weights");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Linear(
-      {.x = step.x, .weight = indexer.weights_proj, .out = weights, .round_output = reference},
-      step.exec));
+  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(step.index_q, heads, dim, arithmetic_, step.exec));
+  step.Emit(layer, "index_q", step.index_q, {step.rows, heads, dim});
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
   step.Mark("scale_rows");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::ScaleRows({.x = weights, .scale = scale, .arithmetic = arithmetic_}, step.exec));
-  step.Emit(layer, "index_weights", weights);
+  ISTHMUS_RETURN_IF_ERROR(kernels::ScaleRows(
+      {.x = step.index_weights, .scale = scale, .arithmetic = arithmetic_}, step.exec));
+  step.Emit(layer, "index_weights", step.index_weights);
   return absl::OkStatus();
 }
 
@@ -233,19 +251,13 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   const IndexerWeights& indexer = *w.indexer;
   const int64_t heads = config.index_n_heads;
   const int64_t dim = config.index_head_dim;
-  const MatrixView u = step.Take(step.rows, 2 * dim);
-  const MatrixView g = step.Take(step.rows, 2 * dim);
-  step.Mark("linear.index_compressor");
-  const kernels::LinearArgs of_x[] = {{.x = step.x, .weight = indexer.compressor.wkv, .out = u},
-                                      {.x = step.x, .weight = indexer.compressor.wgate, .out = g}};
-  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
   const int64_t added = CountNewEntries(step.batch, w.ratio);
   const MatrixView keys = step.has_tap() ? step.Take(added, dim) : MatrixView{};
   const kernels::EntryPlane key_plane = layout_.Plane(kernels::kIndexKey, layer);
   step.Mark("compressor.index");
   ISTHMUS_RETURN_IF_ERROR(
-      kernels::Compressor({.u = u,
-                           .g = g,
+      kernels::Compressor({.u = step.index_u,
+                           .g = step.index_g,
                            .ape = Ape(indexer.compressor),
                            .norm_weight = indexer.compressor.norm,
                            .frequency = compressed_frequency_,
@@ -266,18 +278,16 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
 
   const int64_t max_entries = step.MaxEntries(w.ratio);
   // A tap wants the query of every row, those that have nothing to choose from included.
-  if (max_entries == 0 && !step.has_tap()) return absl::OkStatus();
-  const MatrixView q = step.Take(step.rows, heads * dim);
-  const MatrixView weights = step.Take(step.rows, heads);
-  ISTHMUS_RETURN_IF_ERROR(QueryIndex(layer, q, weights, step));
+  if (!step.Chooses(w.ratio)) return absl::OkStatus();
+  ISTHMUS_RETURN_IF_ERROR(QueryIndex(layer, step));
   if (max_entries == 0) return absl::OkStatus();
 
   step.max_selected = std::min<int64_t>(config.index_topk, max_entries);
   step.selected = step.scope.Take<int32_t>(step.rows * step.max_selected);
   const MatrixView scores = step.has_tap() ? step.Take(step.rows, max_entries) : MatrixView{};
   step.Mark("indexer");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Indexer({.q = q,
-                                            .w = weights,
+  ISTHMUS_RETURN_IF_ERROR(kernels::Indexer({.q = step.index_q,
+                                            .w = step.index_weights,
                                             .num_heads = heads,
                                             .dim = dim,
                                             .topk = step.max_selected,

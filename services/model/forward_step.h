@@ -57,6 +57,8 @@ struct ModelForward::Step {
 
   // Compressed entries that the longest sequence of the batch has after this step, at most.
   int64_t MaxEntries(int64_t ratio) const { return inputs.max_tokens / ratio; }
+  // Whether the queries of a layer choose among entries. A tap wants them in any case.
+  bool Chooses(int64_t ratio) const { return ratio == 4 && (MaxEntries(4) > 0 || has_tap()); }
 
   const ForwardBatch& batch;
   const StepInputs& inputs;
@@ -74,7 +76,13 @@ struct ModelForward::Step {
   kernels::MatrixView query_latent;  // [rows, q_lora_rank], quantised when that is asked for
   kernels::MatrixView q;             // [rows, heads * head_dim]; later the attention output
   kernels::MatrixView kv;            // [rows, head_dim]
-  int32_t* selected = nullptr;       // [rows, max_selected]
+  kernels::MatrixView compressor_u;  // [rows, width], as compressor.h has it
+  kernels::MatrixView compressor_g;
+  kernels::MatrixView index_u;  // The same for index keys.
+  kernels::MatrixView index_g;
+  kernels::MatrixView index_q;        // [rows, index heads * index_head_dim]
+  kernels::MatrixView index_weights;  // [rows, index heads]
+  int32_t* selected = nullptr;        // [rows, max_selected]
   int64_t max_selected = 0;
 };
 
