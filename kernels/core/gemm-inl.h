@@ -4,7 +4,8 @@
 //   fused  1 to 4 rows: each weight vector is decoded and multiplied at once, several panels side
 //          by side so that the chains of FMAs hide their latency. Bound by decoding.
 //   tiled  more rows: a block of 128 inputs of one or two panels is decoded into L1 once and
-//          multiplied with up to 16 tiles of rows. Bound by FMA.
+//          multiplied with up to 16 tiles of rows. Bound by FMA. Few rows are read where they lie,
+//          many are packed first, tile by tile, since rows that lie far apart cost more to read.
 //
 // In both, output (m, n) sees: acc = 0; acc = fma(x, w, acc) over its group in ascending k;
 // total = fma(acc, scale, total) over the groups in ascending order.
@@ -200,15 +201,24 @@ HWY_INLINE void DecodePanel(const WeightView& w, const PanelBlock& block, int64_
   }
 }
 
-// One tile over one block of K: totals[r][p][16] += scale * (x . w).
-template <int kWidth>
-HWY_NOINLINE void MultiplyTile(const float* HWY_RESTRICT x,  // [kn][kTileRows]
-                               const GemmScratch* HWY_RESTRICT decoded, int64_t kn, int64_t group,
-                               float* HWY_RESTRICT totals) {
+// The inputs of a tile: packed [kn][kTileRows], or rows where they lie.
+struct PackedInputs {
+  const float* x;
+  float at(int r, int64_t k) const { return x[k * kTileRows + r]; }
+};
+struct RowInputs {
+  const float* rows[kTileRows];
+  float at(int r, int64_t k) const { return rows[r][k]; }
+};
+
+// The first kRows rows of a tile over one block of K: totals[r][p][16] += scale * (x . w).
+template <int kWidth, int kRows, typename Inputs>
+HWY_NOINLINE void MultiplyTile(const Inputs& x, const GemmScratch* HWY_RESTRICT decoded, int64_t kn,
+                               int64_t group, float* HWY_RESTRICT totals) {
   for (int64_t begin = 0, g = 0; begin < kn; begin += group, ++g) {
-    F32x16 acc[kTileRows][kWidth];
+    F32x16 acc[kRows][kWidth];
     ISTHMUS_UNROLL
-    for (int r = 0; r < kTileRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       ISTHMUS_UNROLL
       for (int p = 0; p < kWidth; ++p) acc[r][p] = Zero16();
     }
@@ -220,8 +230,8 @@ HWY_NOINLINE void MultiplyTile(const float* HWY_RESTRICT x,  // [kn][kTileRows]
         weight[p] = Load16(decoded->panels[p] + k * kPanelRows);
       }
       ISTHMUS_UNROLL
-      for (int r = 0; r < kTileRows; ++r) {
-        const F32x16 factor = Set16(x[k * kTileRows + r]);
+      for (int r = 0; r < kRows; ++r) {
+        const F32x16 factor = Set16(x.at(r, k));
         ISTHMUS_UNROLL
         for (int p = 0; p < kWidth; ++p) {
           acc[r][p] = MulAdd16(factor, weight[p], acc[r][p]);
@@ -232,12 +242,34 @@ HWY_NOINLINE void MultiplyTile(const float* HWY_RESTRICT x,  // [kn][kTileRows]
     for (int p = 0; p < kWidth; ++p) {
       const F32x16 scale = Load16(decoded->scales[p] + g * kPanelRows);
       ISTHMUS_UNROLL
-      for (int r = 0; r < kTileRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         float* total = totals + (r * kWidth + p) * kPanelRows;
         Store16(MulAdd16(acc[r][p], scale, Load16(total)), total);
       }
     }
   }
+}
+
+// Tile `t` over the block [k0, k0 + kn). A last tile of half the rows or fewer costs half.
+template <int kWidth>
+HWY_INLINE void MultiplyTileAt(const GemmPlan& plan, int64_t t, int64_t k0, int64_t kn,
+                               const GemmScratch* scratch, float* totals) {
+  constexpr int kHalf = static_cast<int>(kTileRows) / 2;
+  const int64_t group = SumGroup(plan.w);
+  const int64_t first = t * kTileRows;
+  const int64_t rows = std::min(kTileRows, plan.x.rows - first);
+  if (plan.packed_x != nullptr) {
+    const PackedInputs x = {plan.packed_x + (t * plan.w.cols + k0) * kTileRows};
+    if (rows > kHalf) return MultiplyTile<kWidth, kTileRows>(x, scratch, kn, group, totals);
+    return MultiplyTile<kWidth, kHalf>(x, scratch, kn, group, totals);
+  }
+  RowInputs x;
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    // Rows beyond the last repeat it; nobody reads their sums.
+    x.rows[r] = plan.x.f32(first + std::min(r, rows - 1)) + k0;
+  }
+  if (rows > kHalf) return MultiplyTile<kWidth, kTileRows>(x, scratch, kn, group, totals);
+  return MultiplyTile<kWidth, kHalf>(x, scratch, kn, group, totals);
 }
 
 // Panels [panel, panel + kWidth) of the rows of tiles [first_tile, last_tile).
@@ -254,9 +286,8 @@ HWY_INLINE void TilePanels(const GemmPlan& plan, int64_t first_tile, int64_t las
       DecodePanel<kFormat>(w, block, kn, scratch->panels[p], scratch->scales[p]);
     }
     for (int64_t t = first_tile; t < last_tile; ++t) {
-      const float* x = plan.packed_x + (t * w.cols + k0) * kTileRows;
-      MultiplyTile<kWidth>(x, scratch, kn, SumGroup(w),
-                           scratch->totals + (t - first_tile) * kTileFloats);
+      MultiplyTileAt<kWidth>(plan, t, k0, kn, scratch,
+                             scratch->totals + (t - first_tile) * kTileFloats);
     }
   }
   const int64_t first_row = first_tile * kTileRows;
@@ -293,7 +324,7 @@ HWY_INLINE void Item(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
   const int64_t row_block = item / plan.panel_items;
   const int64_t begin = item % plan.panel_items * plan.panels_per_item;
   const int64_t end = std::min(begin + plan.panels_per_item, plan.panels);
-  if (plan.packed_x == nullptr) {
+  if (plan.x.rows <= kFusedRows) {
     FusedItem<kFormat>(plan, begin, end, scratch);
   } else {
     TileItem<kFormat>(plan, row_block, begin, end, scratch);

@@ -100,7 +100,7 @@ void GemmMany(std::span<const GemmTask> tasks, const Exec& exec) {
     plans[i] = MakePlan(t, tile_rows);
     plans[i].first_item = items;
     items += t.x.rows == 0 ? 0 : plans[i].row_blocks * plans[i].panel_items;
-    if (t.x.rows <= kFusedRows) continue;
+    if (t.x.rows <= kUnpackedRows) continue;
     // Neighbours often share their input (gate and up of an expert): pack it once.
     plans[i].packed_x = i > 0 && SameInput(plans[i - 1].x, t.x)
                             ? plans[i - 1].packed_x
