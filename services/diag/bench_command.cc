@@ -19,6 +19,7 @@
 #include "services/base/clock.h"
 #include "services/base/status_macros.h"
 #include "services/diag/commands.h"
+#include "services/diag/decode_bench.h"
 #include "services/diag/local_engine.h"
 #ifdef ISTHMUS_WITH_RPC
 #include "services/diag/bench_cluster.h"
@@ -40,11 +41,6 @@ struct BenchFlags {
   int64_t batch = 1;
   int threads = 0;
 };
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 struct Round {
   double prefill_tokens_per_s = 0.0;
@@ -202,6 +198,7 @@ void AddBenchCommand(CLI::App& app, absl::Status& status) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed");
   bench->require_subcommand(1);
   AddOfflineCommand(bench, status);
+  AddDecodeBenchCommands(bench, status);
   AddDeviceBenchCommands(bench, status);
 #ifdef ISTHMUS_WITH_RPC
   AddClusterCommand(bench, status);

@@ -16,6 +16,8 @@ void AddDumpCommand(CLI::App& app, absl::Status& status);
 void AddGenerateCommand(CLI::App& app, absl::Status& status);
 void AddRecallCommand(CLI::App& app, absl::Status& status);
 void AddBenchCommand(CLI::App& app, absl::Status& status);
+// Those of bench that measure decode steps of an engine in this process.
+void AddDecodeBenchCommands(CLI::App* bench, absl::Status& status);
 // Those of bench that need a GPU.
 void AddDeviceBenchCommands(CLI::App* bench, absl::Status& status);
 void AddPatchesCommand(CLI::App& app);
