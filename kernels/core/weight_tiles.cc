@@ -8,7 +8,7 @@ namespace isthmus::kernels {
 namespace {
 
 // Writes a code where the tile has zeros.
-void AddFp4(WeightLayout layout, int64_t r, int64_t k, unsigned code, uint8_t* tile) {
+void AddFp4(WeightLayout layout, int r, int k, unsigned code, uint8_t* tile) {
   if (layout == WeightLayout::kMmaTiles) {
     uint8_t& pair = tile[ByteInTile(WeightFormat::kMxfp4, r, k)];
     pair = static_cast<uint8_t>(pair | code << (r >= 8 ? 4 : 0));
@@ -45,7 +45,7 @@ WeightView TileWeight(const WeightView& w, std::byte* tiles_out, WeightLayout la
         continue;
       }
       const unsigned code = from[n * (w.cols / 2) + k / 2] >> (4 * (k % 2)) & 15;
-      AddFp4(out.layout, r, k % TileCols(w.format), code, tile);
+      AddFp4(out.layout, static_cast<int>(r), static_cast<int>(k % 64), code, tile);
       if (k % group == 0) {
         tile[ScaleInTile(w.format, r, k % TileCols(w.format))] =
             w.scales[n * ScaleColumns(w) + ScaleColumn(w, k)];

@@ -79,25 +79,21 @@ ISTHMUS_HOST_DEVICE inline int64_t ByteInTile(WeightFormat format, int64_t r, in
 // Where kMmaTilesF16 has the code of row r and input k: which half of the lane's words, counted
 // from the tile's start in bytes, and the places of its sign and of the lowest bit of eem.
 struct F16CodePlace {
-  int64_t byte;
-  int sign, magnitude;
+  int byte, sign, magnitude;
 };
-ISTHMUS_HOST_DEVICE inline F16CodePlace F16CodeInTile(int64_t r, int64_t k) {
-  const int64_t word = k / 16;
-  const int64_t t = k % 16 / 4;
-  const auto field = static_cast<int>(r / 8 + k % 4 / 2 * 2);
+ISTHMUS_HOST_DEVICE inline F16CodePlace F16CodeInTile(int r, int k) {
+  const int field = r / 8 + k % 4 / 2 * 2;
   const int sign = field == 0 ? 15 : field == 1 ? 12 : field == 2 ? 14 : 13;
-  return {(4 * (r % 8) + t) * 16 + 4 * word + 2 * (k % 2), sign, 9 - 3 * field};
+  return {(4 * (r % 8) + k % 16 / 4) * 16 + k / 16 * 4 + k % 2 * 2, sign, 9 - 3 * field};
 }
 // The fp4 code of row r and input k of a tile in either layout.
-ISTHMUS_HOST_DEVICE inline uint8_t Fp4InTile(WeightLayout layout, const uint8_t* tile, int64_t r,
-                                             int64_t k) {
+ISTHMUS_HOST_DEVICE inline uint8_t Fp4InTile(WeightLayout layout, const uint8_t* tile, int r,
+                                             int k) {
   if (layout == WeightLayout::kMmaTiles) {
-    const uint8_t pair = tile[ByteInTile(WeightFormat::kMxfp4, r, k)];
-    return pair >> (r >= 8 ? 4 : 0) & 15;
+    return tile[ByteInTile(WeightFormat::kMxfp4, r, k)] >> (r >= 8 ? 4 : 0) & 15;
   }
   const F16CodePlace place = F16CodeInTile(r, k);
-  const unsigned half = tile[place.byte] | static_cast<unsigned>(tile[place.byte + 1]) << 8;
+  const unsigned half = *reinterpret_cast<const uint16_t*>(tile + place.byte);
   return static_cast<uint8_t>((half >> place.sign & 1) << 3 | (half >> place.magnitude & 7));
 }
 // Of an fp4 tile: the scale's byte.
@@ -119,8 +115,8 @@ ISTHMUS_HOST_DEVICE inline float WeightElement(const WeightView& w, int64_t n, i
     if (!tiled) {
       return Fp4E2m1Value(static_cast<uint8_t>(bytes[n * (w.cols / 2) + k / 2] >> (4 * (k % 2))));
     }
-    return Fp4E2m1Value(
-        Fp4InTile(w.layout, TileOf(w, n, k), n % kPanelRows, k % TileCols(w.format)));
+    const auto r = static_cast<int>(n % kPanelRows);
+    return Fp4E2m1Value(Fp4InTile(w.layout, TileOf(w, n, k), r, static_cast<int>(k % 64)));
   }
   const int64_t width = w.format == WeightFormat::kF32    ? 4
                         : w.format == WeightFormat::kBf16 ? 2
