@@ -15,6 +15,8 @@ namespace isthmus {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(20);
+// Of State::inside: no loop takes workers in. Those that are inside still count on top of it.
+constexpr int kClosed = 1 << 16;
 
 // Spins until done() or for kSpin; the clock is read only now and then, as it costs more than a
 // look at the flag.
@@ -33,19 +35,21 @@ bool SpinUntil(const Done& done) {
 }  // namespace
 
 struct ThreadPool::State {
-  // The current loop. Written before `epoch` is raised, read after it was seen.
+  // The current loop. Written before `inside` is opened, read by those who are inside.
   const absl::FunctionRef<void(int64_t, int64_t, int)>* body = nullptr;
   int64_t count = 0;
   int64_t grain = 1;
   std::atomic<int64_t> next{0};
 
   std::atomic<uint64_t> epoch{0};  // Number of loops started.
-  std::atomic<int> running{0};     // Workers that have not finished the current loop.
+  // Who takes part in the current loop: kClosed, or the number of workers inside. A worker that
+  // wakes late finds it closed and stays out, so that no loop waits for a thread to be scheduled.
+  std::atomic<int> inside{kClosed};
   std::atomic<bool> stop{false};
 
   Mutex mutex;
   CondVar wake;      // Workers sleep here for an epoch.
-  CondVar finished;  // The caller sleeps here for running == 0.
+  CondVar finished;  // The caller sleeps here until nobody is inside.
   std::vector<std::thread> threads;
 };
 
@@ -85,8 +89,12 @@ void ThreadPool::WorkerLoop(int thread) {
     }
     if (s.stop.load()) return;
     seen = s.epoch.load();
+    int inside = s.inside.load();
+    while (inside < kClosed && !s.inside.compare_exchange_weak(inside, inside + 1)) {
+    }
+    if (inside >= kClosed) continue;
     RunItems(thread);
-    if (s.running.fetch_sub(1) == 1) {
+    if (s.inside.fetch_sub(1) == kClosed + 1) {
       // The lock orders this with the caller's check before it sleeps.
       MutexLock lock(s.mutex);
       s.finished.notify_one();
@@ -109,14 +117,15 @@ void ThreadPool::ParallelFor(int64_t count, int64_t grain,
   s.count = count;
   s.grain = grain;
   s.next.store(0);
-  s.running.store(num_threads_ - 1);
+  s.inside.store(0);  // Opens the loop: nobody is inside, since the last one waited for that.
   {
     MutexLock lock(s.mutex);
     s.epoch.fetch_add(1);
   }
   s.wake.notify_all();
   RunItems(0);
-  const auto done = [&] { return s.running.load() == 0; };
+  s.inside.fetch_add(kClosed);
+  const auto done = [&] { return s.inside.load() == kClosed; };
   if (!SpinUntil(done)) {
     MutexLock lock(s.mutex);
     s.finished.wait(lock, done);
