@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t kMaxRequestIdBytes = 128;
 constexpr size_t kMaxConversationBytes = size_t{8} << 20;
+constexpr size_t kMaxCacheSaltBytes = 128;
 
 }  // namespace
 
@@ -42,6 +43,15 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Create(const RouterConfig& c
                            text::Tokenizer::Load(config.checkpoint + "/tokenizer.json"));
   ISTHMUS_ASSIGN_OR_RETURN(acceptor->encoder_, text::LoadEncoderProfile(config.checkpoint));
   return acceptor;
+}
+
+absl::Status Acceptor::SetCacheSalt(const std::string& salt, RoutedRequest* routed) {
+  if (salt.size() > kMaxCacheSaltBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cache_salt: has ", salt.size(), " bytes, want at most ", kMaxCacheSaltBytes));
+  }
+  routed->cache_salt = salt;
+  return absl::OkStatus();
 }
 
 absl::Status Acceptor::SetPriority(v1::Priority wanted, RoutedRequest* routed) {
@@ -87,6 +97,7 @@ absl::StatusOr<RoutedRequest> Acceptor::AcceptGenerate(const v1::GenerateRequest
                                                        absl::Time client_deadline) const {
   RoutedRequest routed;
   ISTHMUS_ASSIGN_OR_RETURN(routed.request_id, RequestIdOf(request.request_id()));
+  ISTHMUS_RETURN_IF_ERROR(SetCacheSalt(request.cache_salt(), &routed));
   ISTHMUS_RETURN_IF_ERROR(SetPriority(request.priority(), &routed));
   if (request.has_text()) {
     ISTHMUS_RETURN_IF_ERROR(SetPromptText(request.text(), &routed));
@@ -104,6 +115,7 @@ absl::StatusOr<RoutedRequest> Acceptor::AcceptChat(const v1::ChatRequest& reques
   routed.is_chat = true;
   routed.thinking = request.thinking();
   ISTHMUS_ASSIGN_OR_RETURN(routed.request_id, RequestIdOf(request.request_id()));
+  ISTHMUS_RETURN_IF_ERROR(SetCacheSalt(request.cache_salt(), &routed));
   ISTHMUS_RETURN_IF_ERROR(SetPriority(request.priority(), &routed));
   if (request.conversation_json().size() > kMaxConversationBytes) {
     return absl::InvalidArgumentError(absl::StrCat("conversation_json: has ",

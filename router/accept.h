@@ -20,8 +20,9 @@ namespace isthmus::router {
 // A request that is ready to be placed.
 struct RoutedRequest {
   std::string request_id;
-  std::vector<uint32_t> prompt;    // At least one token.
-  v1::SamplingParams sampling;     // Complete (sampling.h).
+  std::vector<uint32_t> prompt;  // At least one token.
+  v1::SamplingParams sampling;   // Complete (sampling.h).
+  std::string cache_salt;
   uint64_t max_output_tokens = 0;  // At least 1; with the prompt at most the model's limit.
   bool is_chat = false;
   bool thinking = false;
@@ -57,6 +58,7 @@ class Acceptor {
   explicit Acceptor(const RouterConfig& config) : config_(config) {}
   absl::Status Finish(const v1::SamplingParams& sampling, const v1::ClusterValues& values,
                       absl::Time now, absl::Time client_deadline, RoutedRequest* routed) const;
+  static absl::Status SetCacheSalt(const std::string& salt, RoutedRequest* routed);
   static absl::Status SetPriority(v1::Priority wanted, RoutedRequest* routed);
   absl::Status SetPromptText(absl::string_view text, RoutedRequest* routed) const;
 

@@ -106,6 +106,8 @@ absl::Status Attempt::Reserve() {
   call.set_transfer_id(transfer_id_);
   call.set_request_id(request_->request_id);
   call.set_num_prompt_tokens(request_->prompt.size());
+  call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
+  call.set_cache_salt(request_->cache_salt);
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
   call.set_num_replies(request_->sampling.num_replies());
@@ -129,6 +131,7 @@ absl::StatusOr<v1::KvHandoff> Attempt::Prefill() {
   call.set_request_id(request_->request_id);
   call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
   *call.mutable_sampler() = SamplerOf(request_->sampling);
+  call.set_cache_salt(request_->cache_salt);
   *call.mutable_reservation() = std::move(reservation_);
   *call.mutable_target() = placement_.decode->card().transfer();
   call.set_priority(rpc::ToWire(request_->priority));
@@ -149,9 +152,9 @@ absl::Status Attempt::Admit(v1::KvHandoff handoff) {
   v1::HandoffCall call;
   ISTHMUS_RETURN_IF_ERROR(TakeFirstTokens(handoff));
   kv_bytes_ = handoff.kv_bytes();
+  cached_prompt_tokens_ = handoff.cached_prompt_tokens();
   *call.mutable_handoff() = std::move(handoff);
   call.set_request_id(request_->request_id);
-  call.mutable_prompt_token_ids()->Add(request_->prompt.begin(), request_->prompt.end());
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
   WorkerLink& decode = *placement_.decode;

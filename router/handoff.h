@@ -55,6 +55,8 @@ class Attempt {
   const std::vector<v1::SequenceTokens>& first_tokens() const { return first_tokens_; }
   // Of every prompt token but the first, when the request wants them.
   const v1::PromptLogprobs& prompt_logprobs() const { return prompt_logprobs_; }
+  // Prompt tokens that the prefill worker had from an earlier request.
+  uint64_t cached_prompt_tokens() const { return cached_prompt_tokens_; }
   uint64_t kv_bytes() const { return kv_bytes_; }
   uint64_t digests_verified() const { return digests_verified_; }
 
@@ -96,6 +98,7 @@ class Attempt {
   std::set<uint32_t> ended_there_;  // Replies whose end the worker has told.
   std::set<uint32_t> ended_here_;   // Those of EndReply.
   absl::Time next_take_at_ = absl::InfinitePast();
+  uint64_t cached_prompt_tokens_ = 0;
   uint64_t kv_bytes_ = 0;
   uint64_t digests_verified_ = 0;
 };

@@ -268,9 +268,11 @@ absl::Status Router::Stream(const RoutedRequest& request, uint32_t end_token_id,
   v1::TransferFigures* transfer = event.mutable_finish()->mutable_transfer();
   transfer->set_kv_bytes(attempt.kv_bytes());
   transfer->set_digests_verified(attempt.digests_verified());
+  event.mutable_finish()->mutable_usage()->set_cached_prompt_tokens(attempt.cached_prompt_tokens());
   metrics_->Add(kRelayedTokens, static_cast<double>(num_output_tokens));
   LogInfo("a request is done", {{"request_id", request.request_id},
                                 {"prompt_tokens", static_cast<uint64_t>(request.prompt.size())},
+                                {"cached_prompt_tokens", attempt.cached_prompt_tokens()},
                                 {"output_tokens", num_output_tokens},
                                 {"ttft_ms", timings->ttft_ms()},
                                 {"tokens_per_s", timings->tokens_per_s()},

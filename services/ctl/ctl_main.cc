@@ -40,6 +40,7 @@ struct Flags {
   bool thinking = false;
   std::string effort;
   std::string request_id;
+  std::string cache_salt;
   SamplingFlags sampling;
   std::string priority = "normal";
   std::string worker;
@@ -64,11 +65,12 @@ absl::StatusOr<std::string> ReadWhole(const std::string& path) {
 
 void PrintFigures(const v1::Finish& finish) {
   std::cerr << absl::StrFormat(
-      "prompt_tokens=%d output_tokens=%d ttft_ms=%.1f tokens_per_s=%.1f kv_bytes=%d "
+      "prompt_tokens=%d cached_prompt_tokens=%d output_tokens=%d ttft_ms=%.1f tokens_per_s=%.1f "
+      "kv_bytes=%d "
       "digests_verified=%d\n",
-      finish.usage().prompt_tokens(), finish.usage().output_tokens(), finish.timings().ttft_ms(),
-      finish.timings().tokens_per_s(), finish.transfer().kv_bytes(),
-      finish.transfer().digests_verified());
+      finish.usage().prompt_tokens(), finish.usage().cached_prompt_tokens(),
+      finish.usage().output_tokens(), finish.timings().ttft_ms(), finish.timings().tokens_per_s(),
+      finish.transfer().kv_bytes(), finish.transfer().digests_verified());
 }
 
 Json LogprobsJson(const v1::TokenLogprobs& logprobs) {
@@ -97,7 +99,10 @@ void AddFigures(const rpc::Outcome& outcome, Json& out) {
   const uint64_t output = finish.usage().output_tokens();
   AddEnd(outcome.ends.front(), out);
   out["usage"] = {
-      {"prompt_tokens", prompt}, {"completion_tokens", output}, {"total_tokens", prompt + output}};
+      {"prompt_tokens", prompt},
+      {"prompt_tokens_details", {{"cached_tokens", finish.usage().cached_prompt_tokens()}}},
+      {"completion_tokens", output},
+      {"total_tokens", prompt + output}};
   out["timings"] = {{"ttft_ms", finish.timings().ttft_ms()},
                     {"tokens_per_s", finish.timings().tokens_per_s()}};
   out["transfer"] = {{"kv_bytes", finish.transfer().kv_bytes()},
@@ -142,6 +147,7 @@ absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conve
   request.set_conversation_json(text::PythonJson(conversation));
   request.set_thinking(flags.thinking);
   request.set_reasoning_effort(flags.effort);
+  request.set_cache_salt(flags.cache_salt);
   request.set_priority(PriorityOf(flags));
   ISTHMUS_ASSIGN_OR_RETURN(*request.mutable_sampling(), ParamsOf(flags.sampling));
   const bool is_single = flags.sampling.num_replies == 1;
@@ -203,6 +209,7 @@ Json EmptyReply() { return {{"tokens", Json::array()}, {"content", ""}}; }
 absl::Status RunGenerate(const Flags& flags) {
   v1::GenerateRequest request;
   request.set_request_id(flags.request_id);
+  request.set_cache_salt(flags.cache_salt);
   ISTHMUS_ASSIGN_OR_RETURN(*request.mutable_sampling(), ParamsOf(flags.sampling));
   request.set_priority(PriorityOf(flags));
   const bool prints_ids = flags.tokens.has_value();
@@ -303,6 +310,8 @@ void AddSampling(CLI::App* command, Flags& flags) {
       ->check(CLI::IsMember({"low", "normal", "high"}))
       ->capture_default_str();
   command->add_option("--request-id", flags.request_id, "Name of the request in logs");
+  command->add_option("--cache-salt", flags.cache_salt,
+                      "Prefixes are shared only between requests with the same one");
   command->add_option("--timeout", flags.timeout_seconds, "Seconds until the last token")
       ->check(CLI::Range(0.001, 86400.0))
       ->capture_default_str();

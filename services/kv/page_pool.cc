@@ -158,6 +158,12 @@ bool PagePool::is_idle(int32_t page) const {
   return holders_[static_cast<size_t>(page)].is_idle();
 }
 
+int32_t PagePool::num_holders(int32_t page) const {
+  MutexLock lock(mutex_);
+  ISTHMUS_CHECK(page >= 0 && page < num_pages());
+  return holders_[static_cast<size_t>(page)].all;
+}
+
 void PagePool::CheckConservation() const { CheckConservation({}); }
 
 void PagePool::CheckConservation(std::span<const int32_t> num_kept) const {

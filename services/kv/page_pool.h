@@ -80,6 +80,8 @@ class PagePool {
   int32_t num_available() const;
   bool is_free(int32_t page) const;
   bool is_idle(int32_t page) const;
+  // The prefix index counts for each of its blocks in the page.
+  int32_t num_holders(int32_t page) const;
 
   // Every page is either free once or held; check-fails otherwise.
   void CheckConservation() const;

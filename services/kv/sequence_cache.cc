@@ -179,6 +179,7 @@ absl::Status SequenceCache::SetNumTokens(int64_t num_tokens) {
 
 kernels::SequenceKv SequenceCache::View(int64_t first_row, int64_t num_rows) const {
   ISTHMUS_CHECK(is_open() && num_tokens_ + num_rows <= capacity_tokens_);
+  ISTHMUS_CHECK(num_tokens_ >= num_shared_tokens_);  // Shared pages are never written.
   kernels::SequenceKv view;
   view.first_row = first_row;
   view.num_rows = num_rows;

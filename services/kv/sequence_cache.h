@@ -72,7 +72,7 @@ class SequenceCache {
   absl::Status SetNumTokens(int64_t num_tokens);
 
   // The view for kernels: `num_rows` new tokens from num_tokens() on, rows from `first_row` of the
-  // batch. The capacity must suffice (checked).
+  // batch. The capacity must suffice and no shared page be among those to write (checked).
   kernels::SequenceKv View(int64_t first_row, int64_t num_rows) const;
 
   // Back to zero tokens: the pages are given back and the state slot is cleared.

@@ -13,6 +13,7 @@ namespace isthmus::worker {
 namespace {
 
 constexpr size_t kTransferIdBytes = 16;
+constexpr size_t kMaxCacheSaltBytes = 128;
 constexpr absl::Duration kMaxLease = absl::Hours(24);
 
 // No vocabulary has such an id.
@@ -26,6 +27,12 @@ absl::Status CheckTransferId(const std::string& transfer_id) {
   if (transfer_id.size() == kTransferIdBytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("transfer_id: has ", transfer_id.size(), " bytes, want ", kTransferIdBytes));
+}
+
+absl::Status CheckCacheSalt(const std::string& salt) {
+  if (salt.size() <= kMaxCacheSaltBytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("cache_salt: has ", salt.size(), " bytes, want at most ", kMaxCacheSaltBytes));
 }
 
 absl::Status CheckLease(const v1::KvReservation& reservation) {

@@ -16,6 +16,9 @@ namespace isthmus::worker {
 // InvalidArgument unless it has 16 bytes.
 absl::Status CheckTransferId(const std::string& transfer_id);
 
+// InvalidArgument when it has more than 128 bytes.
+absl::Status CheckCacheSalt(const std::string& salt);
+
 // InvalidArgument unless the lease is positive and at most a day.
 absl::Status CheckLease(const v1::KvReservation& reservation);
 

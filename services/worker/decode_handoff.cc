@@ -9,6 +9,7 @@
 #include "services/base/fault.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
+#include "services/engine/prefix_reuse.h"
 #include "services/worker/call_checks.h"
 #include "services/worker/page_groups.h"
 #include "services/worker/worker_metrics.h"
@@ -29,11 +30,10 @@ absl::StatusOr<uint64_t> DecodeService::Verify(const v1::HandoffCall& call, Tran
   ISTHMUS_RETURN_IF_ERROR(
       transfer::CheckHandoff(handoff, transfer.reservation, worker_->identity()));
   const uint64_t reserved = transfer.call.num_prompt_tokens();
-  if (handoff.num_prompt_tokens() != reserved ||
-      static_cast<uint64_t>(call.prompt_token_ids_size()) != reserved) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("num_prompt_tokens: ", reserved, " are reserved, the handoff has ",
-                     handoff.num_prompt_tokens(), ", the call has ", call.prompt_token_ids_size()));
+  if (handoff.num_prompt_tokens() != reserved) {
+    return absl::InvalidArgumentError(absl::StrCat("num_prompt_tokens: ", reserved,
+                                                   " are reserved, the handoff has ",
+                                                   handoff.num_prompt_tokens()));
   }
   if (call.max_output_tokens() == 0 ||
       call.max_output_tokens() > transfer.call.max_output_tokens()) {
@@ -41,8 +41,10 @@ absl::StatusOr<uint64_t> DecodeService::Verify(const v1::HandoffCall& call, Tran
                                                    call.max_output_tokens(), ", want 1 to ",
                                                    transfer.call.max_output_tokens()));
   }
+  const auto num_tokens = static_cast<int64_t>(reserved);
+  const auto held_tokens = static_cast<int64_t>(transfer.reservation.held_tokens());
   std::vector<transfer::ExpectedGroup> groups =
-      GroupsOf(worker_->pool(), transfer.cache, static_cast<int64_t>(reserved));
+      GroupsOf(worker_->pool(), transfer.cache, num_tokens, held_tokens);
   PageStaging* const staging = worker_->staging();
   if (staging != nullptr) {  // The bytes have landed in the mirrors.
     for (transfer::ExpectedGroup& group : groups) {
@@ -55,7 +57,7 @@ absl::StatusOr<uint64_t> DecodeService::Verify(const v1::HandoffCall& call, Tran
         return DigestOf(handoff.transfer_id(), group);
       }));
   if (staging != nullptr) {
-    ISTHMUS_RETURN_IF_ERROR(staging->CopyUp(transfer.cache, static_cast<int64_t>(reserved)));
+    ISTHMUS_RETURN_IF_ERROR(staging->CopyUp(transfer.cache, num_tokens, held_tokens));
   }
   return verified;
 }
@@ -117,7 +119,9 @@ absl::StatusOr<engine::Sequence> DecodeService::SequenceOf(const v1::HandoffCall
   const v1::ClusterValues& values = worker_->card().values();
   engine::Sequence sequence;
   sequence.request_id = call.request_id();
-  ISTHMUS_ASSIGN_OR_RETURN(sequence.tokens, TokensOf(call.prompt_token_ids()));
+  sequence.tokens = transfer.prompt;
+  sequence.cache_salt = transfer.call.cache_salt();
+  sequence.prefix = transfer.prefix;
   sequence.num_prompt_tokens = static_cast<int64_t>(handoff.num_prompt_tokens());
   sequence.sampling = SamplingOf(handoff.sampler().sampling());
   sequence.sampling.max_tokens = static_cast<int64_t>(call.max_output_tokens());
@@ -189,6 +193,8 @@ absl::Status DecodeService::Admit(const v1::HandoffCall& call,
     transfer->num_open = sequences.size();
     transfer->state = Transfer::State::kRunning;
   }
+  // The next turn of its conversation may come before its first step.
+  engine::PublishPrefix(worker_->pool(), sequences[0]);
   return Run(transfer, std::move(sequences), queue);
 }
 

@@ -134,7 +134,8 @@ TEST_F(DecodePressureTest, AReplyWaitsForPagesThatAReservationHolds) {
   const TestRequest reserved = RequestOf(300, 1, 99);
   ASSERT_TRUE(pair.Reserve(reserved).ok());
   EXPECT_TRUE(ComesTrue([this] {
-    return pair.decode->pool().pages(kernels::kCsaKv).num_free() == 0 && pair.tokens->size() > 0;
+    return pair.decode->pool().pages(kernels::kCsaKv).num_available() == 0 &&
+           pair.tokens->size() > 0;
   }));
   RealClock().Sleep(absl::Milliseconds(100));
   EXPECT_TRUE(pair.decode->is_live());

@@ -10,6 +10,7 @@
 #include "services/base/fault.h"
 #include "services/base/log.h"
 #include "services/base/status_macros.h"
+#include "services/engine/prefix_reuse.h"
 #include "services/rpc/wire.h"
 #include "services/worker/call_checks.h"
 #include "services/worker/page_groups.h"
@@ -38,6 +39,32 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
     return absl::InvalidArgumentError(
         absl::StrCat("num_replies: is ", call.num_replies(), ", want at most ", most_replies));
   }
+  if (static_cast<uint64_t>(call.prompt_token_ids_size()) != call.num_prompt_tokens()) {
+    return absl::InvalidArgumentError(absl::StrCat("prompt_token_ids: has ",
+                                                   call.prompt_token_ids_size(), " ids, want ",
+                                                   call.num_prompt_tokens()));
+  }
+  return CheckCacheSalt(call.cache_salt());
+}
+
+// Pages for the prompt and one token; more come as the reply grows. Those that hold the start of
+// the prompt already are shared.
+absl::Status DecodeService::OpenPages(std::vector<int32_t> prompt, Transfer& transfer) {
+  const v1::ReserveCall& call = transfer.call;
+  engine::Sequence sequence;
+  sequence.tokens = std::move(prompt);
+  sequence.num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
+  sequence.cache_salt = call.cache_salt();
+  ISTHMUS_ASSIGN_OR_RETURN(
+      const int64_t held_tokens,
+      engine::OpenWithPages(worker_->pool(), sequence.num_prompt_tokens + 1, sequence));
+  transfer.reservation.set_held_tokens(static_cast<uint64_t>(held_tokens));
+  transfer.cache = std::move(sequence.cache);
+  transfer.prompt = std::move(sequence.tokens);
+  transfer.prefix = std::move(sequence.prefix);
+  if (kv::PrefixIndex* const index = worker_->pool().prefixes(); index != nullptr) {
+    index->CountQuery(sequence.num_prompt_tokens, held_tokens);
+  }
   return absl::OkStatus();
 }
 
@@ -60,6 +87,7 @@ absl::Status DecodeService::OpenForks(Transfer& transfer) {
 
 absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& call) {
   ISTHMUS_RETURN_IF_ERROR(CheckReserve(call));
+  ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, TokensOf(call.prompt_token_ids()));
   MutexLock lock(mutex_);
   SweepAt(worker_->clock().Now());
   const auto known = transfers_.find(call.transfer_id());
@@ -78,15 +106,15 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
 
   auto transfer = std::make_shared<Transfer>();
   transfer->call = call;
+  transfer->call.clear_prompt_token_ids();
   transfer->urgency = rpc::UrgencyOf(call, worker_->clock().Now());
-  const auto num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
   transfer->replies.resize(std::max(1u, call.num_replies()));
   ISTHMUS_ASSIGN_OR_RETURN(
       transfer->replies[0].claim,
-      worker_->admission().Admit(
-          {num_prompt_tokens, static_cast<int64_t>(call.max_output_tokens()), transfer->urgency}));
-  ISTHMUS_ASSIGN_OR_RETURN(transfer->cache, worker_->pool().Open());
-  ISTHMUS_RETURN_IF_ERROR(transfer->cache.Reserve(num_prompt_tokens + 1));
+      worker_->admission().Admit({static_cast<int64_t>(call.num_prompt_tokens()),
+                                  static_cast<int64_t>(call.max_output_tokens()),
+                                  transfer->urgency}));
+  ISTHMUS_RETURN_IF_ERROR(OpenPages(std::move(prompt), *transfer));
   ISTHMUS_RETURN_IF_ERROR(OpenForks(*transfer));
   v1::KvReservation& reservation = transfer->reservation;
   reservation.set_transfer_id(call.transfer_id());

@@ -30,10 +30,12 @@ class DecodeService {
   DecodeService(Worker* worker, rpc::MetricsExporter* metrics);
   ~DecodeService();
 
-  // The same reservation for the same transfer id. It takes pages for the prompt and one token; the
-  // rest is taken as the reply grows. InvalidArgument: no prompt, more tokens than a sequence may
-  // have. ResourceExhausted: no room now (services/engine/admission.h). Unavailable, scope peer:
-  // the router has no token stream here, or draining. Aborted: that transfer has ended here.
+  // The same reservation for the same transfer id. It has pages for the prompt and one token; more
+  // are taken as the reply grows. Pages that hold the start of the prompt already are part of it
+  // and need not be filled. InvalidArgument: no prompt, more tokens than a sequence may have, a
+  // number of tokens that is not that of the ids. ResourceExhausted: no room now
+  // (services/engine/admission.h). Unavailable, scope peer: the router has no token stream here, or
+  // draining. Aborted: that transfer has ended here.
   absl::StatusOr<v1::KvReservation> Reserve(const v1::ReserveCall& call);
 
   // Verifies and admits. Aborted: the reservation is gone, or of another run. DataLoss names the
@@ -91,6 +93,8 @@ class DecodeService {
     v1::ReserveCall call;
     v1::KvReservation reservation;
     kv::SequenceCache cache;  // What is transferred: the first reply's, once it runs.
+    std::vector<int32_t> prompt;
+    engine::PrefixTrace prefix;
     Urgency urgency;
     absl::Time expires;
     uint64_t digests_verified = 0;
@@ -108,6 +112,7 @@ class DecodeService {
   using Transfers = std::map<std::string, std::shared_ptr<Transfer>>;
 
   absl::Status CheckReserve(const v1::ReserveCall& call) const;
+  absl::Status OpenPages(std::vector<int32_t> prompt, Transfer& transfer);
   absl::Status OpenForks(Transfer& transfer);
   absl::StatusOr<uint64_t> Verify(const v1::HandoffCall& call, Transfer& transfer);
   absl::StatusOr<std::vector<engine::Sequence>> SequencesOf(const v1::HandoffCall& call,

@@ -12,12 +12,12 @@
 namespace isthmus::worker {
 namespace {
 
-WorkerConfig ConfigOn(const std::string& device) {
+WorkerConfig ConfigOn(const std::string& device, int32_t page_tokens = 128) {
   WorkerConfig config;
   config.checkpoint = ISTHMUS_SOURCE_DIR "/tests/golden/tiny-random-3layer/nvfp4-cast";
   config.device = device;
   config.patches = kernels::NoPatches();  // The trusted paths have the bits of the CPU.
-  config.page_tokens = 128;
+  config.page_tokens = page_tokens;
   config.cache_tokens = 1024;
   config.chunk_tokens = 64;
   config.max_sequences = 2;
@@ -25,11 +25,22 @@ WorkerConfig ConfigOn(const std::string& device) {
   return config;
 }
 
-// More than one page, so that the first is pushed while the rest is computed.
-TestReply ReplyOf(const std::string& prefill, const std::string& decode) {
-  WorkerPair pair(ConfigOn(prefill), ConfigOn(decode));
-  const TestReply reply = pair.Run(RequestOf(kernels::IsRealDevice() ? 300 : 131, 4));
+// More than one page of 128 tokens, so that the first is pushed while the rest is computed. The
+// second time both workers have it, and the prefill worker a snapshot of the state behind it.
+TestReply ReplyOf(const std::string& prefill, const std::string& decode,
+                  int32_t page_tokens = 128) {
+  WorkerPair pair(ConfigOn(prefill, page_tokens), ConfigOn(decode, page_tokens));
+  const size_t size = kernels::IsRealDevice() ? 300 : 131;
+  const TestReply reply = pair.Run(RequestOf(size, 4));
   EXPECT_EQ(reply.end, v1::SEQUENCE_END_LENGTH) << reply.error.DebugString();
+  const TestReply again = pair.Run(RequestOf(size, 4));
+  EXPECT_EQ(again.tokens, reply.tokens);
+  EXPECT_EQ(again.digests, reply.digests);
+  const auto whole = [](size_t tokens, int32_t unit) {
+    return tokens / static_cast<size_t>(unit) * static_cast<size_t>(unit);
+  };
+  EXPECT_EQ(pair.prefill->pool().prefixes()->counts().hit_tokens, whole(size, 128));
+  EXPECT_EQ(pair.decode->pool().prefixes()->counts().hit_tokens, whole(size, page_tokens));
   return reply;
 }
 
@@ -43,6 +54,10 @@ TEST(DeviceWorkerTest, RepliesAreThoseOfTheCpu) {
   const TestReply mixed = ReplyOf("cpu", "cuda:0");
   EXPECT_EQ(want.tokens, mixed.tokens);
   EXPECT_EQ(want.digests, mixed.digests);
+  // A hit ends inside a page, whose entries are copied on the device.
+  const TestReply other_pages = ReplyOf("cuda:0", "cpu", 256);
+  EXPECT_EQ(want.tokens, other_pages.tokens);
+  EXPECT_EQ(want.digests, other_pages.digests);
 }
 
 TEST(DeviceWorkerTest, RefusesADeviceThatIsNotThere) {

@@ -25,7 +25,7 @@ std::vector<transfer::LocalRegion> RegionsOf(kv::CachePool& pool) {
 }
 
 std::vector<transfer::ExpectedGroup> GroupsOf(kv::CachePool& pool, const kv::SequenceCache& cache,
-                                              int64_t num_tokens) {
+                                              int64_t num_tokens, int64_t held_tokens) {
   const kernels::KvLayout& layout = pool.layout();
   std::vector<transfer::ExpectedGroup> groups;
   for (int k = 0; k < kNumCacheKinds; ++k) {
@@ -41,10 +41,11 @@ std::vector<transfer::ExpectedGroup> GroupsOf(kv::CachePool& pool, const kv::Seq
       continue;
     }
     const int64_t count = layout.PagesFor(index, num_tokens);
-    for (int64_t page = 0; page < count; ++page) {
+    const int64_t held = held_tokens / layout.geometry.page_tokens;
+    for (int64_t page = held; page < count; ++page) {
       const int32_t unit = cache.pages(index)[static_cast<size_t>(page)];
       groups.push_back({static_cast<uint32_t>(k),
-                        static_cast<uint32_t>(page),
+                        static_cast<uint32_t>(page - held),
                         0,
                         num_layers,
                         static_cast<uint64_t>(page * layout.geometry.page_tokens),
@@ -71,6 +72,14 @@ absl::StatusOr<std::vector<transfer::PageSpan>> SpansOf(kv::CachePool& pool,
                                                         const kv::SequenceCache& cache,
                                                         int64_t num_tokens,
                                                         const v1::KvReservation& reservation) {
+  const auto page_tokens = static_cast<uint64_t>(pool.layout().geometry.page_tokens);
+  const uint64_t held_tokens = reservation.held_tokens();
+  if (held_tokens % page_tokens != 0 || held_tokens > static_cast<uint64_t>(num_tokens)) {
+    return absl::InvalidArgumentError(absl::StrCat("reservation.held_tokens: is ", held_tokens,
+                                                   ", want whole pages of ", page_tokens,
+                                                   " tokens, at most the prompt's ", num_tokens));
+  }
+  const auto held = static_cast<int64_t>(held_tokens / page_tokens);
   std::array<const v1::CachePages*, kNumPagedKinds> reserved{};
   for (const v1::CachePages& pages : reservation.pages()) {
     if (pages.cache_kind() >= kNumPagedKinds || reserved[pages.cache_kind()] != nullptr) {
@@ -85,16 +94,16 @@ absl::StatusOr<std::vector<transfer::PageSpan>> SpansOf(kv::CachePool& pool,
     const auto kind = static_cast<CacheKindIndex>(k);
     kv::PagePool& pages = pool.pages(kind);
     if (pages.page_bytes() == 0) continue;
-    const int64_t count = pool.layout().PagesFor(kind, num_tokens);
+    const int64_t count = pool.layout().PagesFor(kind, num_tokens) - held;
     const int64_t offered = reserved[k] == nullptr ? 0 : reserved[k]->pages_size();
     if (offered != count) {
-      return absl::InvalidArgumentError(absl::StrCat("reservation.pages: cache kind ", k, " has ",
-                                                     offered, " pages, ", num_tokens,
-                                                     " tokens need ", count));
+      return absl::InvalidArgumentError(
+          absl::StrCat("reservation.pages: cache kind ", k, " has ", offered, " pages, ",
+                       num_tokens, " tokens of which ", held_tokens, " are held need ", count));
     }
     for (int64_t i = 0; i < count; ++i) {
       const v1::PageRef& ref = reserved[k]->pages(static_cast<int>(i));
-      const std::byte* bytes = pages.address(cache.pages(kind)[static_cast<size_t>(i)]);
+      const std::byte* bytes = pages.address(cache.pages(kind)[static_cast<size_t>(held + i)]);
       spans.push_back({{bytes, static_cast<size_t>(pages.page_bytes())},
                        ref.region(),
                        ref.region_generation(),
@@ -118,7 +127,9 @@ void DescribePages(kv::CachePool& pool, const kv::SequenceCache& cache, int64_t 
     v1::CachePages* list = reservation->add_pages();
     list->set_cache_kind(static_cast<uint32_t>(k));
     const int64_t count = pool.layout().PagesFor(kind, num_tokens);
-    for (int64_t i = 0; i < count; ++i) {
+    const auto held =
+        static_cast<int64_t>(reservation->held_tokens()) / pool.layout().geometry.page_tokens;
+    for (int64_t i = held; i < count; ++i) {
       v1::PageRef* ref = list->add_pages();
       ref->set_region(static_cast<uint32_t>(k));
       ref->set_region_generation(generation);

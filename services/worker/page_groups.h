@@ -26,21 +26,24 @@ inline constexpr uint32_t kStateRegion = kernels::kNumPagedKinds;
 // The arenas of `pool`, by region number.
 std::vector<transfer::LocalRegion> RegionsOf(kv::CachePool& pool);
 
-// Every group that `num_tokens` tokens of `cache` consist of, in a fixed order.
+// Every group that `num_tokens` tokens of `cache` consist of, in a fixed order, without the pages
+// of the first `held_tokens`, which are whole pages.
 std::vector<transfer::ExpectedGroup> GroupsOf(kv::CachePool& pool, const kv::SequenceCache& cache,
-                                              int64_t num_tokens);
+                                              int64_t num_tokens, int64_t held_tokens = 0);
 
 // The digest of a group as it lies in memory, under the canary of `transfer_id` (16 bytes).
 uint32_t DigestOf(const std::string& transfer_id, const transfer::ExpectedGroup& group);
 
-// What must be written where, so that `reservation` holds `num_tokens` tokens of `cache`.
-// InvalidArgument names the cache kind whose number of reserved pages is another one.
+// What must be written where, so that `reservation` holds `num_tokens` tokens of `cache`: all but
+// what it holds already. InvalidArgument names the cache kind whose number of reserved pages is
+// another one, and held tokens that are not whole pages of the prompt.
 absl::StatusOr<std::vector<transfer::PageSpan>> SpansOf(kv::CachePool& pool,
                                                         const kv::SequenceCache& cache,
                                                         int64_t num_tokens,
                                                         const v1::KvReservation& reservation);
 
-// Names the pages and the slot of `cache` that `num_tokens` tokens need, in a reservation.
+// Names the pages and the slot of `cache` that `num_tokens` tokens need, in a reservation whose
+// held_tokens say which of them need not be filled.
 void DescribePages(kv::CachePool& pool, const kv::SequenceCache& cache, int64_t num_tokens,
                    uint32_t generation, v1::KvReservation* reservation);
 

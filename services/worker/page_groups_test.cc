@@ -148,7 +148,7 @@ TEST(PageGroupsTest, AReservationForAnotherLengthIsRefused) {
   Pair pair;
   pair.reservation.mutable_pages(1)->mutable_pages()->RemoveLast();
   EXPECT_THAT(std::string(pair.Push().status().message()),
-              HasSubstr("cache kind 1 has 1 pages, 300 tokens need 2"));
+              HasSubstr("cache kind 1 has 1 pages, 300 tokens of which 0 are held need 2"));
   *pair.reservation.add_pages() = pair.reservation.pages(0);
   EXPECT_THAT(std::string(pair.Push().status().message()), HasSubstr("listed twice"));
 }

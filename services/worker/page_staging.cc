@@ -54,7 +54,8 @@ std::byte* PageStaging::MirrorOf(const std::byte* address) const {
   CheckFailed(__FILE__, __LINE__, "an address lies in no pool");
 }
 
-absl::Status PageStaging::CopyUp(const kv::SequenceCache& cache, int64_t num_tokens) {
+absl::Status PageStaging::CopyUp(const kv::SequenceCache& cache, int64_t num_tokens,
+                                 int64_t held_tokens) {
   ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool_->device()));
   MutexLock lock(mutex_);
   const auto copy = [&](std::byte* page, int64_t bytes) {
@@ -65,7 +66,7 @@ absl::Status PageStaging::CopyUp(const kv::SequenceCache& cache, int64_t num_tok
     const kv::PagePool& pool = pool_->pages(kind);
     if (pool.page_bytes() == 0) continue;
     const int64_t count = pool_->layout().PagesFor(kind, num_tokens);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = held_tokens / pool_->layout().geometry.page_tokens; i < count; ++i) {
       const int32_t page = cache.pages(kind)[static_cast<size_t>(i)];
       ISTHMUS_RETURN_IF_ERROR(copy(pool.address(page), pool.page_bytes()));
     }

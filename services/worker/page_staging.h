@@ -37,8 +37,8 @@ class PageStaging {
   std::byte* MirrorOf(const std::byte* address) const;
 
   // Copies the pages and the state slot of the first `num_tokens` tokens of `cache` up from the
-  // mirrors, and waits.
-  absl::Status CopyUp(const kv::SequenceCache& cache, int64_t num_tokens);
+  // mirrors, and waits. The pages of the first `held_tokens` did not come and are left alone.
+  absl::Status CopyUp(const kv::SequenceCache& cache, int64_t num_tokens, int64_t held_tokens);
 
   // Pinned memory until it is given back.
   absl::StatusOr<kernels::PinnedBuffer> Borrow(int64_t bytes);

@@ -78,10 +78,7 @@ absl::Status PrefillService::CheckCall(const v1::PrefillCall& call) const {
   const v1::KvReservation& reservation = call.reservation();
   ISTHMUS_RETURN_IF_ERROR(CheckTransferId(reservation.transfer_id()));
   ISTHMUS_RETURN_IF_ERROR(CheckLease(reservation));
-  if (reservation.held_tokens() != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "reservation.held_tokens: is ", reservation.held_tokens(), ", this version fills all"));
-  }
+  ISTHMUS_RETURN_IF_ERROR(CheckCacheSalt(call.cache_salt()));
   if (call.sampler().num_draws() != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("sampler.num_draws: is ", call.sampler().num_draws(), ", want 0"));
@@ -165,6 +162,7 @@ absl::StatusOr<v1::PrefillReply> PrefillService::Run(const v1::PrefillCall& call
   handoff.set_worker_incarnation(call.reservation().worker_incarnation());
   handoff.set_layout_fingerprint(worker_->identity().layout_fingerprint);
   handoff.set_num_prompt_tokens(static_cast<uint64_t>(computed->num_prompt_tokens));
+  handoff.set_cached_prompt_tokens(static_cast<uint64_t>(computed->num_reused_tokens));
   Describe(*computed, call, reply);
   handoff.set_writer_incarnation(worker_->identity().worker_incarnation);
   push.Describe(&handoff);
@@ -187,7 +185,7 @@ absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCa
     const bool is_alone = calls_.size() == waiting_.size();
     if (is_first) {
       absl::StatusOr<engine::Sequence> admitted =
-          worker_->engine().Admit(call.request_id(), prompt, sampling);
+          worker_->engine().Admit(call.request_id(), prompt, sampling, call.cache_salt());
       if (admitted.ok() || is_alone || !absl::IsResourceExhausted(admitted.status())) {
         waiting_.pop_front();
         changed_.notify_all();
@@ -208,10 +206,14 @@ absl::StatusOr<engine::Sequence> PrefillService::AdmitInTurn(const v1::PrefillCa
 
 absl::Status PrefillService::Submit(engine::Sequence sequence, Call& state) {
   StepLoop::Entry entry;
+  const std::shared_ptr<Call::Progress> progress = state.progress;
+  {
+    MutexLock lock(progress->mutex);
+    progress->num_cached = sequence.cache.num_tokens();  // Of a prefix hit.
+  }
   entry.sequence = std::move(sequence);
   entry.sequence.urgency = state.urgency;
   entry.is_cancelled = state.is_cancelled;
-  const std::shared_ptr<Call::Progress> progress = state.progress;
   entry.on_step = [progress](const engine::Sequence& running, int64_t num_gained) {
     MutexLock lock(progress->mutex);
     progress->num_cached = running.cache.num_tokens();
@@ -289,6 +291,8 @@ void PrefillService::Report(const v1::PrefillCall& call, const PromptPush& push,
   LogInfo("pushed a prompt's pages",
           {{"request_id", call.request_id()},
            {"prompt_tokens", handoff.num_prompt_tokens()},
+           {"cached_prompt_tokens", handoff.cached_prompt_tokens()},
+           {"held_tokens", call.reservation().held_tokens()},
            {"kv_bytes", handoff.kv_bytes()},
            {"push_ms", absl::ToDoubleMilliseconds(push.write_time())},
            {"last_push_ms", absl::ToDoubleMilliseconds(tail)},

@@ -303,8 +303,8 @@ TEST(PrefillServiceTest, RefusesABadCallByName) {
               HasSubstr("transfer_id: has 1 bytes"));
   EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_reservation()->clear_lease(); }),
               HasSubstr("reservation.lease: is 0"));
-  EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_reservation()->set_held_tokens(128); }),
-              HasSubstr("held_tokens: is 128"));
+  EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_reservation()->set_held_tokens(100); }),
+              HasSubstr("held_tokens: is 100"));
   EXPECT_THAT(refusal([](v1::PrefillCall& c) { c.mutable_sampler()->set_num_draws(3); }),
               HasSubstr("num_draws: is 3"));
   EXPECT_THAT(
@@ -324,7 +324,7 @@ TEST(PrefillServiceTest, RefusesAReservationOfAnotherSize) {
   smaller.mutable_pages(0)->mutable_pages()->RemoveLast();
   const absl::Status status = pair.Prefill(request, smaller).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("has 2 pages, 300 tokens need 3"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("has 2 pages, 300 tokens of which 0 are held need 3"));
   EXPECT_TRUE(WorkerPair::IsAllFree(*pair.prefill));
 }
 

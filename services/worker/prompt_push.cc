@@ -20,7 +20,8 @@ absl::StatusOr<PromptPush> PromptPush::Open(Worker& worker, const v1::PrefillCal
   const int64_t num_tokens = call.prompt_token_ids_size();
   ISTHMUS_ASSIGN_OR_RETURN(const std::vector<transfer::PageSpan> spans,
                            SpansOf(pool, cache, num_tokens, reservation));
-  const std::vector<transfer::ExpectedGroup> groups = GroupsOf(pool, cache, num_tokens);
+  const std::vector<transfer::ExpectedGroup> groups =
+      GroupsOf(pool, cache, num_tokens, static_cast<int64_t>(reservation.held_tokens()));
   PromptPush push(worker, reservation.transfer_id(), std::move(pusher));
   // Both lists have the pages in the same order, and then the slot: one span, several groups.
   const size_t num_pages = spans.size() - 1;

@@ -19,7 +19,7 @@ class PromptPush {
  public:
   // For the whole prompt of `call`, whose pages `cache` holds already: they must stay where they
   // are until the last push has returned. What transfer::Pusher::Open refuses, and InvalidArgument
-  // for a reservation of another number of pages.
+  // for a reservation of another number of pages. What the reservation holds already is left out.
   static absl::StatusOr<PromptPush> Open(Worker& worker, const v1::PrefillCall& call,
                                          const kv::SequenceCache& cache);
   PromptPush(PromptPush&&) = default;

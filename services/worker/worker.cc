@@ -131,9 +131,14 @@ absl::Status Worker::OpenDevice(int device) {
 
 absl::Status Worker::BuildEngine(int32_t end_token_id) {
   const int device = device_ != nullptr ? device_->device() : kv::kHostMemory;
+  const kv::PrefixOptions prefixes = {
+      .num_snapshots = config_.prefix_snapshots,
+      .snapshot_interval = config_.prefix_snapshot_interval,
+      .tails = config_.prefix_tails,
+      .checkpoint_fingerprint = card_.values().checkpoint_fingerprint()};
   ISTHMUS_ASSIGN_OR_RETURN(
       pool_, kv::CachePool::Create(forward_->layout(), plan_.cache_tokens,
-                                   static_cast<int32_t>(plan_.max_sequences), device));
+                                   static_cast<int32_t>(plan_.max_sequences), device, prefixes));
   engine::EngineOptions options;
   options.chunk_tokens = config_.chunk_tokens;
   options.max_batch_tokens = config_.max_batch_tokens;
@@ -206,7 +211,8 @@ v1::WorkerLoad Worker::load() const {
   uint64_t total_pages = 0;
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const kv::PagePool& pages = pool_->pages(static_cast<kernels::CacheKindIndex>(k));
-    free_pages += static_cast<uint64_t>(pages.num_free());
+    // What the prefix index alone holds is evicted for whoever needs it.
+    free_pages += static_cast<uint64_t>(pages.num_available());
     total_pages += static_cast<uint64_t>(pages.num_pages());
   }
   load.set_free_pages(free_pages);

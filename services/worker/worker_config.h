@@ -31,6 +31,9 @@ struct WorkerConfig {
   std::string memory = "0";
   int64_t max_sequence_tokens = 0;
   int32_t max_sequences = 8;
+  int32_t prefix_snapshots = 64;
+  int64_t prefix_snapshot_interval = 4096;
+  int32_t prefix_tails = 2;
   int32_t max_queued_sequences = 16;
   double expected_output_quantile = 0.8;
   double first_output_share = 0.5;
@@ -136,11 +139,24 @@ struct WorkerConfig {
     visit("stop_patience", stop_patience,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
           "From SIGTERM to the end of what still runs; nothing is accepted meanwhile.");
+    VisitPrefixCache(visit);
     VisitScripted(visit);
     visit("patches", patches, AnyValue{}, "Named optimisations to switch on or off.");
   }
 
  private:
+  template <typename Visitor>
+  void VisitPrefixCache(Visitor& visit) {
+    visit("prefix_cache.snapshots", prefix_snapshots, Range<int32_t>{0, 1 << 20},
+          "States at the ends of prefixes that are kept, each of a slot's size without the rows of "
+          "ratio 128. 0: prefixes are not reused.");
+    visit("prefix_cache.snapshot_interval", prefix_snapshot_interval,
+          MultipleOf<int64_t>{128, int64_t{1} << 30},
+          "Tokens between the snapshots of a long prompt, beside the one at its end.");
+    visit("prefix_cache.tails", prefix_tails, Range<int32_t>{1, 1024},
+          "Snapshots that a conversation keeps of its latest ends; more for agents that go back "
+          "several turns.");
+  }
   template <typename Visitor>
   void VisitScripted(Visitor& visit) {
     visit("scripted.seed", scripted_seed, Range<int64_t>{0, INT64_MAX},

@@ -154,7 +154,9 @@ inline constexpr MetricSpec kTransfers = {
 inline constexpr MetricSpec kFreePages = {
     .name = "isthmus_worker_free_pages",
     .kind = MetricKind::kGauge,
-    .help = "Pages of all paged kinds that nobody holds, their number.",
+    .help =
+        "Pages of all paged kinds that nobody holds, or that the prefix cache gives up for whoever "
+        "needs them, their number.",
     .labels = {},
     .buckets = {}};
 
@@ -184,6 +186,43 @@ inline constexpr MetricSpec kQuarantinedPages = {
     .labels = {},
     .buckets = {}};
 
+inline constexpr MetricSpec kPrefixQueriedTokens = {
+    .name = "isthmus_worker_prefix_queried_tokens_total",
+    .kind = MetricKind::kCounter,
+    .help = "Prompt tokens that were looked up in the prefix cache.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixHitTokens = {
+    .name = "isthmus_worker_prefix_hit_tokens_total",
+    .kind = MetricKind::kCounter,
+    .help =
+        "Of these, the tokens that need not be computed (prefill) or sent (decode), since the "
+        "cache has them.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixEvictedBlocks = {
+    .name = "isthmus_worker_prefix_evicted_blocks_total",
+    .kind = MetricKind::kCounter,
+    .help = "Blocks of 128 tokens that the prefix cache gave up for room.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixEvictedSnapshots = {
+    .name = "isthmus_worker_prefix_evicted_snapshots_total",
+    .kind = MetricKind::kCounter,
+    .help = "States at the ends of prefixes that gave way to others while their pages stayed.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixBlocks = {
+    .name = "isthmus_worker_prefix_blocks",
+    .kind = MetricKind::kGauge,
+    .help = "Blocks of 128 tokens that the prefix cache can find, their number.",
+    .labels = {},
+    .buckets = {}};
+
 inline constexpr MetricSpec kIsDraining = {
     .name = "isthmus_worker_is_draining",
     .kind = MetricKind::kGauge,
@@ -199,13 +238,37 @@ inline constexpr MetricSpec kRegisteredRouters = {
     .buckets = {}};
 
 inline constexpr const MetricSpec* kAllMetrics[] = {
-    &kPrefills,           &kPushedBytes,      &kPushSeconds,     &kLastPushSeconds,
-    &kVerifiedGroups,     &kHandoffRefusals,  &kOutputTokens,    &kExpiredLeases,
-    &kStepSeconds,        &kStepSequences,    &kPreemptions,     &kRecomputedTokens,
-    &kPreemptedSequences, &kActiveSequences,  &kQueuedSequences, &kPendingPromptTokens,
-    &kTransfers,          &kFreePages,        &kTotalPages,      &kFreeStateSlots,
-    &kTotalStateSlots,    &kQuarantinedPages, &kIsDraining,      &kRegisteredRouters,
-    &kPrefillFailures,    &kEarlyEnds,
+    &kPrefills,
+    &kPushedBytes,
+    &kPushSeconds,
+    &kLastPushSeconds,
+    &kVerifiedGroups,
+    &kHandoffRefusals,
+    &kOutputTokens,
+    &kExpiredLeases,
+    &kStepSeconds,
+    &kStepSequences,
+    &kPreemptions,
+    &kRecomputedTokens,
+    &kPreemptedSequences,
+    &kActiveSequences,
+    &kQueuedSequences,
+    &kPendingPromptTokens,
+    &kTransfers,
+    &kFreePages,
+    &kTotalPages,
+    &kFreeStateSlots,
+    &kTotalStateSlots,
+    &kQuarantinedPages,
+    &kPrefixQueriedTokens,
+    &kPrefixHitTokens,
+    &kPrefixEvictedBlocks,
+    &kPrefixEvictedSnapshots,
+    &kPrefixBlocks,
+    &kIsDraining,
+    &kRegisteredRouters,
+    &kPrefillFailures,
+    &kEarlyEnds,
 };
 
 }  // namespace isthmus::worker

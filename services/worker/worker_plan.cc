@@ -89,6 +89,7 @@ absl::StatusOr<engine::MemoryPlan> PlanWorker(const WorkerConfig& config, const 
   needs.weight_bytes = shape.weight_bytes;
   needs.step_bytes = shape.step_bytes;
   needs.max_sequences = config.max_sequences;
+  needs.snapshots = config.prefix_snapshots;
   needs.chunk_tokens = config.chunk_tokens;
   needs.max_positions = shape.max_positions;
   needs.max_sequence_tokens = config.max_sequence_tokens;

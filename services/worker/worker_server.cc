@@ -94,6 +94,7 @@ class WorkerProcess {
   bool IsReady() const;
   void Tick();
   void SetGauges();
+  void CountPrefixes();
   void AwaitDrained();
 
   const absl::Time start_ = absl::Now();
@@ -101,6 +102,7 @@ class WorkerProcess {
   const v1::WorkerRole role_;
   rpc::MetricsExporter metrics_;
   std::unique_ptr<Worker> worker_;
+  kv::PrefixCounts prefix_counts_;  // As exported.
   std::unique_ptr<PrefillService> prefill_;
   std::unique_ptr<DecodeService> decode_;
   std::unique_ptr<Drain> drain_;
@@ -188,6 +190,23 @@ void WorkerProcess::SetGauges() {
   set(kQuarantinedPages, load.quarantined_pages());
   set(kIsDraining, drain_->is_draining() ? 1 : 0);
   set(kRegisteredRouters, static_cast<uint64_t>(registration_->num_registered()));
+  CountPrefixes();
+}
+
+// The index counts by itself, since it knows of no metrics.
+void WorkerProcess::CountPrefixes() {
+  const kv::PrefixIndex* const index = worker_->pool().prefixes();
+  if (index == nullptr) return;
+  const kv::PrefixCounts counts = index->counts();
+  const auto add = [this](const MetricSpec& spec, uint64_t now, uint64_t before) {
+    metrics_.Add(spec, static_cast<double>(now - before));
+  };
+  add(kPrefixQueriedTokens, counts.queried_tokens, prefix_counts_.queried_tokens);
+  add(kPrefixHitTokens, counts.hit_tokens, prefix_counts_.hit_tokens);
+  add(kPrefixEvictedBlocks, counts.evicted_blocks, prefix_counts_.evicted_blocks);
+  add(kPrefixEvictedSnapshots, counts.evicted_snapshots, prefix_counts_.evicted_snapshots);
+  prefix_counts_ = counts;
+  metrics_.Set(kPrefixBlocks, static_cast<double>(index->num_blocks()));
 }
 
 void WorkerProcess::Tick() {

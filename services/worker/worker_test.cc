@@ -63,6 +63,7 @@ class Workers {
     call.set_transfer_id(transfer_id);
     call.set_request_id("r");
     call.set_num_prompt_tokens(kPromptTokens);
+    *call.mutable_prompt_token_ids() = PrefillCall({}).prompt_token_ids();
     call.set_max_output_tokens(kOutputTokens);
     call.set_router_incarnation(kRouter);
     return call;
@@ -85,7 +86,6 @@ class Workers {
     v1::HandoffCall call;
     call.set_request_id("r");
     *call.mutable_handoff() = handoff;
-    *call.mutable_prompt_token_ids() = PrefillCall({}).prompt_token_ids();
     call.set_max_output_tokens(kOutputTokens);
     call.set_router_incarnation(kRouter);
     return call;

@@ -52,6 +52,7 @@ struct TestRequest {
   v1::SamplingParams sampling;
   std::string transfer_id = rpc::NewTransferId();
   uint64_t router = kTestRouter;
+  std::string cache_salt = {};
   v1::Priority priority = v1::PRIORITY_UNSPECIFIED;
 };
 
@@ -109,6 +110,8 @@ class WorkerPair {
     call.set_transfer_id(request.transfer_id);
     call.set_request_id("r");
     call.set_num_prompt_tokens(request.prompt.size());
+    call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
+    call.set_cache_salt(request.cache_salt);
     call.set_max_output_tokens(request.max_output_tokens);
     call.set_router_incarnation(request.router);
     call.set_num_replies(request.sampling.num_replies());
@@ -121,6 +124,7 @@ class WorkerPair {
     call.set_request_id("r");
     call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
     *call.mutable_sampler()->mutable_sampling() = request.sampling;
+    call.set_cache_salt(request.cache_salt);
     *call.mutable_reservation() = reservation;
     *call.mutable_target() = decode->card().transfer();
     call.set_priority(request.priority);
@@ -138,7 +142,6 @@ class WorkerPair {
     v1::HandoffCall call;
     call.set_request_id("r");
     *call.mutable_handoff() = handoff;
-    call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
     call.set_max_output_tokens(request.max_output_tokens);
     call.set_router_incarnation(request.router);
     return decode_service->Handoff(call);
@@ -158,11 +161,14 @@ class WorkerPair {
     if (!reservation.ok()) return reservation.status();
     const absl::StatusOr<v1::KvHandoff> handoff = Prefill(request, *reservation);
     if (!handoff.ok()) return handoff.status();
-    const absl::StatusOr<v1::HandoffReply> admitted = Handoff(request, *handoff);
+    return BeginFrom(request, *handoff);
+  }
+  absl::StatusOr<TestReply> BeginFrom(const TestRequest& request, const v1::KvHandoff& handoff) {
+    const absl::StatusOr<v1::HandoffReply> admitted = Handoff(request, handoff);
     if (!admitted.ok()) return admitted.status();
     TestReply reply;
-    reply.tokens.push_back(static_cast<int32_t>(handoff->first_tokens(0).token_id()));
-    reply.digests.push_back(handoff->first_tokens(0).logits_crc32c());
+    reply.tokens.push_back(static_cast<int32_t>(handoff.first_tokens(0).token_id()));
+    reply.digests.push_back(handoff.first_tokens(0).logits_crc32c());
     return reply;
   }
 
@@ -188,8 +194,11 @@ class WorkerPair {
   }
 
   // The whole reply of one request that runs alone.
-  TestReply Run(const TestRequest& request) {
-    absl::StatusOr<TestReply> begun = Begin(request);
+  TestReply Run(const TestRequest& request) { return End(request, Begin(request)); }
+  TestReply RunFrom(const TestRequest& request, const v1::KvHandoff& handoff) {
+    return End(request, BeginFrom(request, handoff));
+  }
+  TestReply End(const TestRequest& request, absl::StatusOr<TestReply> begun) {
     EXPECT_TRUE(begun.ok()) << begun.status();
     if (!begun.ok()) return {};
     std::vector<TestReply> replies = {*std::move(begun)};
