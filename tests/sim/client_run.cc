@@ -16,6 +16,7 @@ namespace {
 v1::GenerateRequest RequestOf(const std::string& name, const ClientPlan& plan) {
   v1::GenerateRequest request;
   request.set_request_id(name);
+  request.set_cache_salt(plan.cache_salt);
   for (const int32_t token : plan.prompt) {
     request.mutable_token_ids()->add_ids(static_cast<uint32_t>(token));
   }

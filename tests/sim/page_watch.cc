@@ -72,11 +72,15 @@ void PageWatch::NoteLanded(const transfer::LoopbackWrite& write) {
   const transfer::PageSpan& span = write.span;
   const std::string& writer = writers_[write.call_number];
   const std::string& owner = owners_[{write.target_incarnation, span.region, span.unit}];
-  const bool is_free = PoolOf(*found->second, span.region).is_free(static_cast<int32_t>(span.unit));
-  if (!is_free && owner == writer && running_.count(writer) == 0) return;
+  const kv::PagePool& pool = PoolOf(*found->second, span.region);
+  // Pages of prefixes have several holders; into those that wait for a write nobody else may look.
+  const int32_t num_holders = pool.num_holders(static_cast<int32_t>(span.unit));
+  const bool is_free = num_holders == 0;
+  if (num_holders == 1 && owner == writer && running_.count(writer) == 0) return;
   on_violation_(absl::StrCat("a write of transfer ", Name(writer), " landed in region ",
                              span.region, ", unit ", span.unit, " of ", write.target, ", which ",
                              is_free           ? "is free; it belonged last to "
+                             : num_holders > 1 ? "is shared; it belongs to "
                              : owner == writer ? "runs already; it belongs to "
                                                : "belongs to ",
                              Name(owner)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Watches the pages of all decode workers of a cluster: who may write where, and that no page is
-// lost or held twice. What it finds is a bug of the project.
+// Watches the pages of all decode workers of a cluster: who may write where, that nobody writes
+// into a page that others share, and that no page is lost. What it finds is a bug of the project.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,8 @@ class PageWatch {
   void NotePosted(const transfer::LoopbackWrite& write);
   void NoteLanded(const transfer::LoopbackWrite& write);
 
-  // Every page of every pool is free once or held; check-fails otherwise.
+  // Every page of every pool is free once or held, and every hold of a prefix index is that of one
+  // of its blocks; check-fails otherwise.
   void CheckPools() const;
 
   uint64_t num_landed() const;

@@ -38,6 +38,9 @@ void DrawSizes(RandomSource& random, Scenario& scenario) {
   worker.max_sequences = static_cast<int32_t>(random.Between(2, 6));
   worker.max_queued_sequences = static_cast<int32_t>(random.Between(1, 6));
   worker.chunk_tokens = random.Between(16, 256);
+  worker.prefix_snapshots = static_cast<int32_t>(random.Between(0, 6));
+  worker.prefix_snapshot_interval = 128 * random.Between(1, 4);
+  worker.prefix_tails = static_cast<int32_t>(random.Between(1, 3));
   worker.threads = 1;
   worker.transfer_timeout = random.Between(absl::Milliseconds(300), absl::Seconds(1));
   worker.reservation_lease = random.Between(absl::Seconds(2), absl::Seconds(6));
@@ -92,6 +95,31 @@ void DrawStorm(RandomSource& random, Weather& weather) {
   weather.corrupt_write_share = DrawShare(random) / 2;
 }
 
+// Half of the prompts go on from an earlier one: from a part of it, from the whole, or from its
+// reply as the next turn of a talk.
+std::vector<int32_t> DrawPrompt(RandomSource& random, const Scenario& scenario, int64_t longest) {
+  std::vector<int32_t> prompt;
+  if (!scenario.clients.empty() && random.Chance(0.5)) {
+    const ClientPlan& earlier = scenario.clients[random.Below(scenario.clients.size())];
+    prompt = earlier.prompt;
+    if (random.Chance(0.5)) {
+      const std::vector<int32_t> reply =
+          model::ScriptedReply(scenario.script, earlier.prompt, earlier.max_output_tokens);
+      prompt.insert(prompt.end(), reply.begin(), reply.end());
+    } else if (random.Chance(0.5)) {
+      prompt.resize(random.Below(prompt.size()) + 1);
+    }
+    prompt.resize(std::min(prompt.size(), static_cast<size_t>(longest)));
+  }
+  const auto begun = static_cast<int64_t>(prompt.size());
+  int64_t length = random.Chance(0.3) ? begun + random.Between(0, 8) : random.Between(1, longest);
+  length = std::clamp<int64_t>(length, std::max<int64_t>(begun, 1), longest);
+  while (static_cast<int64_t>(prompt.size()) < length) {
+    prompt.push_back(static_cast<int32_t>(random.Between(2, kVocabSize - 1)));
+  }
+  return prompt;
+}
+
 ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
   ClientPlan plan;
   plan.arrives_at = Scale(scenario.is_pressed ? absl::Seconds(1) : absl::Seconds(5), random);
@@ -99,10 +127,8 @@ ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
   plan.max_output_tokens = scenario.is_pressed ? random.Between(40, 300) : random.Between(1, 48);
   plan.priority = static_cast<Priority>(random.Below(3));
   const int64_t longest = scenario.is_pressed ? 150 : room - plan.max_output_tokens - 1;
-  const int64_t length = random.Chance(0.3) ? random.Between(1, 8) : random.Between(1, longest);
-  for (int64_t i = 0; i < length; ++i) {
-    plan.prompt.push_back(static_cast<int32_t>(random.Between(2, kVocabSize - 1)));
-  }
+  plan.prompt = DrawPrompt(random, scenario, longest);
+  if (random.Chance(0.2)) plan.cache_salt = "other";
   if (random.Chance(0.2)) plan.leaves_after = Scale(absl::Seconds(2), random);
   if (random.Chance(0.1)) plan.deadline = Scale(absl::Seconds(3), random);
   if (random.Chance(0.15)) plan.read_pause = Scale(absl::Milliseconds(200), random);
@@ -239,13 +265,14 @@ std::string Describe(const Scenario& scenario) {
   const Weather& weather = scenario.weather;
   std::string text = absl::StrFormat(
       "seed %d: %d routers, %d prefill and %d decode workers, cache of %d tokens in pages of %d, "
-      "%d slots, %d queued, chunks of %d, lease %s, write timeout %s, quarantine %s, step %s + %s "
+      "%d slots, %d snapshots, %d queued, chunks of %d, lease %s, write timeout %s, quarantine %s, "
+      "step %s + %s "
       "a token, 1 to %d tokens a step; %d active and %d queued requests, %d messages behind\n",
       scenario.seed, scenario.num_routers, scenario.num_prefill, scenario.num_decode,
-      worker.cache_tokens, worker.page_tokens, worker.max_sequences, worker.max_queued_sequences,
-      worker.chunk_tokens, absl::FormatDuration(worker.reservation_lease),
-      absl::FormatDuration(worker.transfer_timeout), absl::FormatDuration(worker.quarantine_time),
-      absl::FormatDuration(scenario.script.step_time),
+      worker.cache_tokens, worker.page_tokens, worker.max_sequences, worker.prefix_snapshots,
+      worker.max_queued_sequences, worker.chunk_tokens,
+      absl::FormatDuration(worker.reservation_lease), absl::FormatDuration(worker.transfer_timeout),
+      absl::FormatDuration(worker.quarantine_time), absl::FormatDuration(scenario.script.step_time),
       absl::FormatDuration(scenario.script.prefill_token_time), scenario.script.max_tokens_per_step,
       router.max_active_requests, router.max_queued_requests, router.max_behind_messages);
   absl::StrAppend(&text, "messages: up to ", absl::FormatDuration(weather.longest_latency),
@@ -257,9 +284,11 @@ std::string Describe(const Scenario& scenario) {
   for (size_t i = 0; i < scenario.clients.size(); ++i) {
     const ClientPlan& client = scenario.clients[i];
     absl::StrAppend(&text, "client ", i, " at ", absl::FormatDuration(client.arrives_at), ": ",
-                    client.prompt.size(), " prompt tokens, ", client.max_output_tokens,
-                    " output tokens, priority ", static_cast<int>(client.priority),
-                    ", leaves after ", absl::FormatDuration(client.leaves_after), ", deadline ",
+                    client.prompt.size(), " prompt tokens",
+                    client.cache_salt.empty() ? "" : " under another salt", ", ",
+                    client.max_output_tokens, " output tokens, priority ",
+                    static_cast<int>(client.priority), ", leaves after ",
+                    absl::FormatDuration(client.leaves_after), ", deadline ",
                     absl::FormatDuration(client.deadline), ", reads every ",
                     absl::FormatDuration(client.read_pause), "\n");
   }

@@ -21,6 +21,7 @@ namespace isthmus::sim {
 struct ClientPlan {
   absl::Duration arrives_at;
   std::vector<int32_t> prompt;
+  std::string cache_salt;
   int64_t max_output_tokens = 1;
   Priority priority = Priority::kNormal;
 

@@ -62,6 +62,11 @@ void WorkerRun::Stop(absl::Duration grace) {
   server_->Stop(grace);
   worker_->Stop();
   around_.watch->CheckPools();
+  if (const kv::PrefixIndex* index = worker_->pool().prefixes(); index != nullptr) {
+    const kv::PrefixCounts counts = index->counts();
+    around_.journal->Count("token of a prefix hit", counts.hit_tokens);
+    around_.journal->Count("evicted block", counts.evicted_blocks);
+  }
   around_.watch->Forget(card_.incarnation());
   server_.reset();
   decode_.reset();
