@@ -135,7 +135,9 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
       .num_snapshots = config_.prefix_snapshots,
       .snapshot_interval = config_.prefix_snapshot_interval,
       .tails = config_.prefix_tails,
-      .checkpoint_fingerprint = card_.values().checkpoint_fingerprint()};
+      .checkpoint_fingerprint = card_.values().checkpoint_fingerprint(),
+      .host_bytes = config_.prefix_host_bytes,
+      .host_step_bytes = config_.prefix_host_step_bytes};
   ISTHMUS_ASSIGN_OR_RETURN(
       pool_, kv::CachePool::Create(forward_->layout(), plan_.cache_tokens,
                                    static_cast<int32_t>(plan_.max_sequences), device, prefixes));

@@ -34,6 +34,8 @@ struct WorkerConfig {
   int32_t prefix_snapshots = 64;
   int64_t prefix_snapshot_interval = 4096;
   int32_t prefix_tails = 2;
+  int64_t prefix_host_bytes = 0;
+  int64_t prefix_host_step_bytes = int64_t{256} << 20;
   int32_t max_queued_sequences = 16;
   double expected_output_quantile = 0.8;
   double first_output_share = 0.5;
@@ -156,6 +158,13 @@ struct WorkerConfig {
     visit("prefix_cache.tails", prefix_tails, Range<int32_t>{1, 1024},
           "Snapshots that a conversation keeps of its latest ends; more for agents that go back "
           "several turns.");
+    visit("prefix_cache.host_bytes", prefix_host_bytes, Range<int64_t>{0, int64_t{1} << 44},
+          "Bytes of host memory for prefixes that pages had no room for, so that idle "
+          "conversations are not computed again. 0: none.");
+    visit("prefix_cache.host_step_bytes", prefix_host_step_bytes,
+          Range<int64_t>{0, int64_t{1} << 40},
+          "Bytes that making room, or beginning a sequence, may copy to or from that memory while "
+          "a step waits; what exceeds them is computed again.");
   }
   template <typename Visitor>
   void VisitScripted(Visitor& visit) {

@@ -216,6 +216,40 @@ inline constexpr MetricSpec kPrefixEvictedSnapshots = {
     .labels = {},
     .buckets = {}};
 
+inline constexpr MetricSpec kPrefixOffloadedBlocks = {
+    .name = "isthmus_worker_prefix_offloaded_blocks_total",
+    .kind = MetricKind::kCounter,
+    .help = "Of the evicted blocks, those of 128 tokens that were copied to host memory.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixLostBlocks = {
+    .name = "isthmus_worker_prefix_lost_blocks_total",
+    .kind = MetricKind::kCounter,
+    .help = "Evicted blocks of 128 tokens that would have exceeded prefix_cache.host_step_bytes.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixHostHitTokens = {
+    .name = "isthmus_worker_prefix_host_hit_tokens_total",
+    .kind = MetricKind::kCounter,
+    .help = "Prompt tokens that host memory had and pages had not.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixHostRefusedBytes = {
+    .name = "isthmus_worker_prefix_host_refused_bytes_total",
+    .kind = MetricKind::kCounter,
+    .help = "Bytes of host memory that were forgotten since their sums differed: memory goes bad.",
+    .labels = {},
+    .buckets = {}};
+
+inline constexpr MetricSpec kPrefixHostBytes = {.name = "isthmus_worker_prefix_host_bytes",
+                                                .kind = MetricKind::kGauge,
+                                                .help = "Bytes of evicted prefixes in host memory.",
+                                                .labels = {},
+                                                .buckets = {}};
+
 inline constexpr MetricSpec kPrefixBlocks = {
     .name = "isthmus_worker_prefix_blocks",
     .kind = MetricKind::kGauge,
@@ -265,6 +299,11 @@ inline constexpr const MetricSpec* kAllMetrics[] = {
     &kPrefixEvictedBlocks,
     &kPrefixEvictedSnapshots,
     &kPrefixBlocks,
+    &kPrefixOffloadedBlocks,
+    &kPrefixLostBlocks,
+    &kPrefixHostHitTokens,
+    &kPrefixHostRefusedBytes,
+    &kPrefixHostBytes,
     &kIsDraining,
     &kRegisteredRouters,
     &kPrefillFailures,

@@ -205,8 +205,13 @@ void WorkerProcess::CountPrefixes() {
   add(kPrefixHitTokens, counts.hit_tokens, prefix_counts_.hit_tokens);
   add(kPrefixEvictedBlocks, counts.evicted_blocks, prefix_counts_.evicted_blocks);
   add(kPrefixEvictedSnapshots, counts.evicted_snapshots, prefix_counts_.evicted_snapshots);
+  add(kPrefixOffloadedBlocks, counts.offloaded_blocks, prefix_counts_.offloaded_blocks);
+  add(kPrefixLostBlocks, counts.lost_blocks, prefix_counts_.lost_blocks);
+  add(kPrefixHostHitTokens, counts.host_hit_tokens, prefix_counts_.host_hit_tokens);
+  add(kPrefixHostRefusedBytes, counts.host_refused_bytes, prefix_counts_.host_refused_bytes);
   prefix_counts_ = counts;
   metrics_.Set(kPrefixBlocks, static_cast<double>(index->num_blocks()));
+  metrics_.Set(kPrefixHostBytes, static_cast<double>(index->host_bytes()));
 }
 
 void WorkerProcess::Tick() {
