@@ -324,7 +324,8 @@ TEST(PrefillServiceTest, RefusesAReservationOfAnotherSize) {
   smaller.mutable_pages(0)->mutable_pages()->RemoveLast();
   const absl::Status status = pair.Prefill(request, smaller).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("has 2 pages, 300 tokens of which 0 are held need 3"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("has 2 pages, 300 tokens of which 0 are held need 3"));
   EXPECT_TRUE(WorkerPair::IsAllFree(*pair.prefill));
 }
 

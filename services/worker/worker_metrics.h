@@ -250,10 +250,10 @@ inline constexpr MetricSpec kPrefixHostBytes = {.name = "isthmus_worker_prefix_h
                                                 .labels = {},
                                                 .buckets = {}};
 
-inline constexpr MetricSpec kPrefixBlocks = {
-    .name = "isthmus_worker_prefix_blocks",
+inline constexpr MetricSpec kPrefixTokens = {
+    .name = "isthmus_worker_prefix_tokens",
     .kind = MetricKind::kGauge,
-    .help = "Blocks of 128 tokens that the prefix cache can find, their number.",
+    .help = "Tokens that the prefix cache can find in pages, their number.",
     .labels = {},
     .buckets = {}};
 
@@ -298,7 +298,7 @@ inline constexpr const MetricSpec* kAllMetrics[] = {
     &kPrefixHitTokens,
     &kPrefixEvictedBlocks,
     &kPrefixEvictedSnapshots,
-    &kPrefixBlocks,
+    &kPrefixTokens,
     &kPrefixOffloadedBlocks,
     &kPrefixLostBlocks,
     &kPrefixHostHitTokens,

@@ -210,7 +210,7 @@ void WorkerProcess::CountPrefixes() {
   add(kPrefixHostHitTokens, counts.host_hit_tokens, prefix_counts_.host_hit_tokens);
   add(kPrefixHostRefusedBytes, counts.host_refused_bytes, prefix_counts_.host_refused_bytes);
   prefix_counts_ = counts;
-  metrics_.Set(kPrefixBlocks, static_cast<double>(index->num_blocks()));
+  metrics_.Set(kPrefixTokens, static_cast<double>(index->num_blocks() * kPrefixBlockTokens));
   metrics_.Set(kPrefixHostBytes, static_cast<double>(index->host_bytes()));
 }
 
