@@ -29,7 +29,14 @@
 namespace isthmus {
 namespace {
 
-int64_t reply_tokens = 3000;
+// Sanitizers keep shadows and freed memory, and are slow.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+int64_t reply_tokens = kIsSanitized ? 400 : 3000;
 std::string curve_prefix;
 
 constexpr char kCheckpoint[] = ISTHMUS_SOURCE_DIR "/tests/golden/tiny-recall";
@@ -206,10 +213,12 @@ TEST(LongReplyTest, KeepsToTheMemoryPlanAndGrowsWithTheScanAlone) {
 
   // The cache is as large as planned, and a step's scratch memory no larger.
   const int64_t lists = 4 * total;
-  EXPECT_GE(start - without_cache, plan.pool_bytes * 99 / 100);
-  EXPECT_LE(start - without_cache,
-            plan.pool_bytes * 101 / 100 + plan.step_bytes + lists + kSlackBytes);
-  EXPECT_LE(start - before, plan.total_bytes * 101 / 100 + lists + (int64_t{8} << 20));
+  if (!kIsSanitized) {
+    EXPECT_GE(start - without_cache, plan.pool_bytes * 99 / 100);
+    EXPECT_LE(start - without_cache,
+              plan.pool_bytes * 101 / 100 + plan.step_bytes + lists + kSlackBytes);
+    EXPECT_LE(start - before, plan.total_bytes * 101 / 100 + lists + (int64_t{8} << 20));
+  }
 
   std::vector<Point> points;
   while (!sequence.is_finished()) {
@@ -219,7 +228,9 @@ TEST(LongReplyTest, KeepsToTheMemoryPlanAndGrowsWithTheScanAlone) {
     points.push_back(*point);
     // Within 1 % of what was there when all of it had been committed.
     const int64_t allowed = plan.total_bytes / 100 + kSlackBytes;
-    ASSERT_LE(std::abs(point->resident_bytes - start), allowed) << "at " << point->tokens;
+    if (!kIsSanitized) {
+      ASSERT_LE(std::abs(point->resident_bytes - start), allowed) << "at " << point->tokens;
+    }
     if (reply_tokens >= kJudgedTokens) {
       std::cout << point->tokens << " tokens, step " << point->step_ms << " ms, index scan "
                 << point->index_ms << " ms, attention " << point->attention_ms << " ms, "
