@@ -7,9 +7,9 @@
 // rows of tiles of one expert times a block of its rows (of tokens). Few tokens: the warps of a
 // block split a unit's inputs and add through shared memory. Many, or w2: each warp has units of
 // its own (kAlone) and waits for nobody. Both add the same parts in the same order, so that a row's
-// bits do not depend on the batch. mma.sync with weights on M: fp4 codes become e4m3 by shifts and
-// masks, their scales are applied to the product of each k32 step, the rows' scales to groups of
-// 128. Rows are loaded once for w1 and w3, a group ahead where registers allow it.
+// bits do not depend on the batch. mma.sync with weights on M: fp4 codes become e4m3 or f16 by
+// shifts and masks, their scales are applied to the product of each k32 step, the rows' scales to
+// groups of 128. Rows are loaded once for w1 and w3, a group ahead where registers allow it.
 //
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m matrix; nb block of eight rows.
 #pragma once
