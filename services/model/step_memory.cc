@@ -55,13 +55,13 @@ int64_t StepBytes(const ModelConfig& c, const StepSize& step) {
   // All in floats. For the whole pass: streams, what enters and leaves a half layer, its mixes.
   const int64_t pass = rows * (6 * hidden + 20);
   // Of the attention half: what lives throughout it, then the most that one operation takes.
-  const int64_t attention =
-      rows * (hidden + c.q_lora_rank + head_dim + heads + 4 * head_dim + 4 * c.index_head_dim +
-              index_heads + c.index_n_heads + std::min<int64_t>(c.index_topk, entries) + latent);
+  const int64_t attention = rows * (hidden + c.q_lora_rank + head_dim + heads + 4 * head_dim +
+                                    int64_t{4} * c.index_head_dim + index_heads + c.index_n_heads +
+                                    std::min<int64_t>(c.index_topk, entries) + latent);
   constexpr int64_t kScoreFloats = int64_t{8} << 20;    // indexer_cpu.cc, kMaxScoreFloats
   constexpr int64_t kSharedFloats = int64_t{16} << 20;  // attention_keys.cc, kMaxSharedBytes
-  const int64_t choosing =
-      std::min(rows * (entries + 1024), kScoreFloats + entries + 1024) + step.threads * 2 * entries;
+  const int64_t choosing = std::min(rows * (entries + 1024), kScoreFloats + entries + 1024) +
+                           int64_t{2} * step.threads * entries;
   const int64_t keys = c.sliding_window + std::max<int64_t>(c.index_topk, step.max_tokens / 128);
   // Decoded once for several rows of a sequence, which replies never have.
   const int64_t sharing = step.rows > step.sequences ? step.sequences : 0;
@@ -82,7 +82,7 @@ int64_t StepBytes(const ModelConfig& c, const StepSize& step) {
       pass + blocks +
       std::max({attention + std::max({choosing, attending, projecting}), experts, head});
   // The stack's blocks double, so that what was too small for a later request stays unused.
-  return 4 * 2 * peak + (int64_t{2} << 20);
+  return 8 * peak + (int64_t{2} << 20);
 }
 
 }  // namespace isthmus::model
