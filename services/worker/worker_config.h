@@ -88,6 +88,29 @@ struct WorkerConfig {
           "reference rounds as the model's author does; math does not. Equal on all workers.");
     visit("model.index_topk", index_topk, Range<int32_t>{0, 1 << 20},
           "Entries that the indexer selects; 0: as config.json says. Equal on all workers.");
+    VisitCache(visit);
+    visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
+          "Token messages that a router may leave unread; beyond, its sequences are cancelled.");
+    visit("token_gather_time", token_gather_time,
+          Range<absl::Duration>{absl::ZeroDuration(), absl::Seconds(1)},
+          "Between two messages of tokens to a router, on average; only quicker steps see it. 0: "
+          "every step at once.");
+    visit("chunk_tokens", chunk_tokens, Range<int64_t>{1, 65536},
+          "Prompt tokens of one sequence in one step.");
+    visit("max_batch_tokens", max_batch_tokens, Range<int64_t>{1, 1 << 20},
+          "Prompt tokens of all sequences in one step, which they share.");
+    visit("threads", threads, Range<int32_t>{0, 256},
+          "Threads of the kernels; 0: one per processor.");
+    VisitTransfer(visit);
+    VisitPrefixCache(visit);
+    VisitScripted(visit);
+    visit("patches", patches, AnyValue{}, "Named optimisations to switch on or off.");
+  }
+
+ private:
+  // Who may hold how much of the cache.
+  template <typename Visitor>
+  void VisitCache(Visitor& visit) {
     visit("page_tokens", page_tokens, MultipleOf<int32_t>{128, 4096},
           "Tokens per KV page. Equal on all workers.");
     visit("cache_tokens", cache_tokens, Range<int64_t>{256, int64_t{1} << 32},
@@ -109,18 +132,11 @@ struct WorkerConfig {
         "preemptions.");
     visit("admission.first_output_share", first_output_share, Range<double>{0.0, 1.0},
           "The same before any reply has ended: this share of a request's max_output_tokens.");
-    visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
-          "Token messages that a router may leave unread; beyond, its sequences are cancelled.");
-    visit("token_gather_time", token_gather_time,
-          Range<absl::Duration>{absl::ZeroDuration(), absl::Seconds(1)},
-          "Between two messages of tokens to a router, on average; only quicker steps see it. 0: "
-          "every step at once.");
-    visit("chunk_tokens", chunk_tokens, Range<int64_t>{1, 65536},
-          "Prompt tokens of one sequence in one step.");
-    visit("max_batch_tokens", max_batch_tokens, Range<int64_t>{1, 1 << 20},
-          "Prompt tokens of all sequences in one step, which they share.");
-    visit("threads", threads, Range<int32_t>{0, 256},
-          "Threads of the kernels; 0: one per processor.");
+  }
+
+  // What crosses to other workers, and how long it is waited for.
+  template <typename Visitor>
+  void VisitTransfer(Visitor& visit) {
     visit("transfer.lanes", transfer_lanes, AnyValue{},
           "UCX transports for KV pages. Shared memory does not notice a dead peer.");
     visit("transfer.devices", transfer_devices, AnyValue{},
@@ -141,12 +157,8 @@ struct WorkerConfig {
     visit("stop_patience", stop_patience,
           Range<absl::Duration>{absl::ZeroDuration(), absl::Hours(1)},
           "From SIGTERM to the end of what still runs; nothing is accepted meanwhile.");
-    VisitPrefixCache(visit);
-    VisitScripted(visit);
-    visit("patches", patches, AnyValue{}, "Named optimisations to switch on or off.");
   }
 
- private:
   template <typename Visitor>
   void VisitPrefixCache(Visitor& visit) {
     visit("prefix_cache.snapshots", prefix_snapshots, Range<int32_t>{0, 1 << 20},
