@@ -18,6 +18,28 @@
 
 namespace isthmus::worker {
 
+// Several replies run beside each other, so that all of them must fit into an empty cache.
+absl::Status DecodeService::CheckRepliesFit(const v1::ReserveCall& call) const {
+  if (call.num_replies() <= 1) return absl::OkStatus();
+  kv::CachePool& pool = worker_->pool();
+  const auto num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
+  const auto num_output_tokens = static_cast<int64_t>(call.max_output_tokens());
+  const int64_t own_tokens = num_prompt_tokens % pool.layout().geometry.page_tokens;
+  for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
+    const auto kind = static_cast<kernels::CacheKindIndex>(k);
+    const int64_t wanted =
+        pool.layout().PagesFor(kind, num_prompt_tokens + num_output_tokens) +
+        (call.num_replies() - 1) * pool.layout().PagesFor(kind, own_tokens + num_output_tokens);
+    const int64_t all = pool.pages(kind).num_pages();
+    if (wanted <= all) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_replies: ", call.num_replies(), " replies of up to ", num_output_tokens,
+                     " tokens want ", wanted, " pages of ", pool.layout().kinds[kind].name,
+                     " at one time, this worker has ", all));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
   ISTHMUS_RETURN_IF_ERROR(worker_->CheckRole(v1::WORKER_ROLE_DECODE));
   ISTHMUS_RETURN_IF_ERROR(CheckTransferId(call.transfer_id()));
@@ -39,6 +61,7 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
     return absl::InvalidArgumentError(
         absl::StrCat("num_replies: is ", call.num_replies(), ", want at most ", most_replies));
   }
+  ISTHMUS_RETURN_IF_ERROR(CheckRepliesFit(call));
   if (static_cast<uint64_t>(call.prompt_token_ids_size()) != call.num_prompt_tokens()) {
     return absl::InvalidArgumentError(absl::StrCat("prompt_token_ids: has ",
                                                    call.prompt_token_ids_size(), " ids, want ",

@@ -113,6 +113,7 @@ class DecodeService {
 
   absl::Status CheckReserve(const v1::ReserveCall& call) const;
   absl::Status OpenPages(std::vector<int32_t> prompt, Transfer& transfer);
+  absl::Status CheckRepliesFit(const v1::ReserveCall& call) const;
   absl::Status OpenForks(Transfer& transfer);
   absl::StatusOr<uint64_t> Verify(const v1::HandoffCall& call, Transfer& transfer);
   absl::StatusOr<std::vector<engine::Sequence>> SequencesOf(const v1::HandoffCall& call,

@@ -166,6 +166,12 @@ TEST(ReplyServicesTest, AReservationIsForAsManyRepliesAsItSays) {
   const absl::Status refused = pair.Reserve(request).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("num_replies: is 9, want at most 8"));
+  // Of 64 pages of 128 tokens each reply may want 20.
+  TestRequest large = RequestOf(140, 2400);
+  large.sampling.set_num_replies(4);
+  const absl::Status too_large = pair.Reserve(large).status();
+  EXPECT_EQ(too_large.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(too_large.message()), HasSubstr("4 replies of up to 2400 tokens want"));
   request.sampling.set_num_replies(2);
   const auto reservation = pair.Reserve(request);
   ASSERT_TRUE(reservation.ok()) << reservation.status();
