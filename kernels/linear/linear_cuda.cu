@@ -57,6 +57,10 @@ __global__ __launch_bounds__(kOutputs* kGroups) void LinearGroupPerThread(
     const int64_t end = GroupBegin(w, group, g + 1);
     float acc[kRows] = {};
     if (n < w.rows && begin < end) {
+      // Where a code of fp4 lies takes registers, of which few are left.
+      constexpr bool kIsFp4 = kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kNvfp4;
+      [[maybe_unused]] constexpr int kAtOnce = kIsFp4 ? 2 : 4;
+#pragma unroll kAtOnce
       for (int64_t k = begin; k < end; ++k) {
         const float weight = WeightElement(w, n, k);
         for (int r = 0; r < kRows; ++r) {
