@@ -43,6 +43,7 @@ struct Admission::Line {
   std::atomic<int64_t> num_held_tokens = 0;
   std::atomic<int64_t> num_output_tokens = 0;
   std::atomic<bool> is_preempted = false;
+  std::atomic<int64_t> num_forks_left = 0;
 };
 
 Admission::Admission(kv::CachePool* pool, const AdmissionOptions& options)
@@ -90,23 +91,48 @@ void Admission::Claim::NoteEnd(int64_t num_output_tokens) const {
   admission_->lengths_.Add(num_output_tokens);
 }
 
-int64_t Admission::FinalTokensLocked(const Line& line) const {
-  return line.demand.num_prompt_tokens +
-         lengths_.Expect(line.num_output_tokens, line.demand.max_output_tokens, options_);
+// A fork shares the pages that the prompt fills; the others it has for itself.
+int64_t Admission::FinalPagesLocked(const Line& line, kernels::CacheKindIndex kind) const {
+  const kernels::KvLayout& layout = pool_->layout();
+  const int64_t num_prompt_tokens = line.demand.num_prompt_tokens;
+  const int64_t final_tokens =
+      num_prompt_tokens +
+      lengths_.Expect(line.num_output_tokens, line.demand.max_output_tokens, options_);
+  const int64_t page_tokens = layout.geometry.page_tokens;
+  const int64_t own = layout.PagesFor(kind, final_tokens);
+  const int64_t shared = layout.PagesFor(kind, num_prompt_tokens / page_tokens * page_tokens);
+  return own + line.num_forks_left * (own - shared);
 }
 
 absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
-  auto line = std::make_shared<Line>();
-  line->demand = demand;
+  Line line;
+  line.demand = demand;
+  line.num_forks_left = demand.num_replies - 1;
   MutexLock lock(mutex_);
-  ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(*line));
-  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(*line));
-  line->num_held_tokens = demand.num_prompt_tokens + 1;
-  lines_.push_back(line.get());
+  ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(line));
+  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(line));
+  return OpenLocked(demand);
+}
+
+Admission::Claim Admission::OpenLocked(const Demand& demand) {
   Claim claim;
   claim.admission_ = this;
-  claim.line_ = std::move(line);
+  claim.line_ = std::make_shared<Line>();
+  claim.line_->demand = demand;
+  claim.line_->num_held_tokens = demand.num_prompt_tokens + 1;
+  claim.line_->num_forks_left = demand.num_replies - 1;
+  lines_.push_back(claim.line_.get());
   return claim;
+}
+
+Admission::Claim Admission::Claim::Fork() {
+  if (!is_open()) return {};
+  MutexLock lock(admission_->mutex_);
+  ISTHMUS_CHECK(line_->num_forks_left > 0);
+  --line_->num_forks_left;
+  Demand demand = line_->demand;
+  demand.num_replies = 1;
+  return admission_->OpenLocked(demand);
 }
 
 // Those that wait to be resumed count only by going first. Among equals they go before newcomers,
@@ -131,21 +157,22 @@ absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
 // What the others hold is no longer free; what they will grow by is added up here.
 absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
   int64_t num_growing = 0;
+  int64_t num_slots = 1 + newcomer.num_forks_left;
   std::array<int64_t, kernels::kNumPagedKinds> growth{};
   for (const Line* line : lines_) {
     if (line == &newcomer || line->is_preempted) continue;
     ++num_growing;
-    const int64_t final_tokens = FinalTokensLocked(*line);
+    num_slots += line->num_forks_left;
     for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
       const auto kind = static_cast<kernels::CacheKindIndex>(k);
-      const int64_t more = pool_->layout().PagesFor(kind, final_tokens) -
-                           pool_->layout().PagesFor(kind, line->num_held_tokens);
+      const int64_t more =
+          FinalPagesLocked(*line, kind) - pool_->layout().PagesFor(kind, line->num_held_tokens);
       growth[k] += std::max<int64_t>(more, 0);
     }
   }
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const auto kind = static_cast<kernels::CacheKindIndex>(k);
-    const int64_t wanted = pool_->layout().PagesFor(kind, FinalTokensLocked(newcomer));
+    const int64_t wanted = FinalPagesLocked(newcomer, kind);
     const int64_t available = pool_->pages(kind).num_available();
     if (wanted + growth[k] <= available) continue;
     return absl::ResourceExhaustedError(absl::StrCat(
@@ -153,9 +180,12 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
         "wanted, ", available, " of ", pool_->pages(kind).num_pages(), " are available, of which ",
         num_growing, " other sequences will want ", growth[k]));
   }
-  if (pool_->slots().num_available() > 0) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrCat("all ", pool_->slots().num_pages(), " state slots are taken"));
+  if (const int64_t available = pool_->slots().num_available(); num_slots > available) {
+    return absl::ResourceExhaustedError(absl::StrCat("state slots: ", num_slots, " are wanted, ",
+                                                     available, " of ", pool_->slots().num_pages(),
+                                                     " are available"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace isthmus::engine

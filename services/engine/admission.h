@@ -47,6 +47,7 @@ struct Demand {
   int64_t num_prompt_tokens = 0;
   int64_t max_output_tokens = 0;
   Urgency urgency = {};
+  int64_t num_replies = 1;  // Sequences in the end, which share the full pages of the prompt.
 };
 
 // The book of all sequences that hold pages of a pool, or wait to have theirs back. Thread-safe.
@@ -72,6 +73,10 @@ class Admission {
     // The sequence has pages for so many tokens, so many of which are output.
     void SetTokens(int64_t num_held_tokens, int64_t num_output_tokens);
 
+    // A claim for another reply to the same prompt, which was counted from the start. Not more
+    // often than the demand has replies beside the first.
+    Claim Fork();
+
     // It has given its pages back and waits until it may have them again.
     void SetPreempted();
 
@@ -94,9 +99,10 @@ class Admission {
   absl::StatusOr<Claim> Admit(const Demand& demand);
 
  private:
+  Claim OpenLocked(const Demand& demand);
   absl::Status CheckTurnLocked(const Line& newcomer) const;
   absl::Status CheckRoomLocked(const Line& newcomer) const;
-  int64_t FinalTokensLocked(const Line& line) const;
+  int64_t FinalPagesLocked(const Line& line, kernels::CacheKindIndex kind) const;
 
   kv::CachePool* const pool_;
   const AdmissionOptions options_;

@@ -145,7 +145,26 @@ TEST(AdmissionTest, NamesTheStateSlotsWhenTheyAreTaken) {
   Room room(10, 1);
   auto first = room.Admit({100, 1});
   ASSERT_TRUE(first.ok());
-  EXPECT_THAT(room.Admit({100, 1}).status().message(), HasSubstr("all 1 state slots"));
+  EXPECT_THAT(room.Admit({100, 1}).status().message(),
+              HasSubstr("state slots: 1 are wanted, 0 of 1 are available"));
+}
+
+TEST(AdmissionTest, CountsTheRepliesToOnePromptFromTheStart) {
+  Room room(10, 4, {.first_output_share = 1.0});
+  // Each reply has two pages of its own behind the two that the prompt fills.
+  EXPECT_FALSE(
+      room.Admit({.num_prompt_tokens = 300, .max_output_tokens = 200, .num_replies = 5}).ok());
+  auto first = room.Admit({.num_prompt_tokens = 300, .max_output_tokens = 200, .num_replies = 3});
+  ASSERT_TRUE(first.ok()) << first.status();
+  // Of ten pages three are held, five will be wanted; of four slots one is held, two will be.
+  EXPECT_FALSE(room.Admit({100, 200}).ok());
+  EXPECT_TRUE(room.Admit({100, 100}).ok());
+  EXPECT_FALSE(room.Admit({.num_prompt_tokens = 1, .max_output_tokens = 1, .num_replies = 2}).ok());
+  const Admission::Claim second = first->claim.Fork();
+  const Admission::Claim third = first->claim.Fork();
+  // A fork counts as if it held the pages of the prompt and its first token, and grows by one.
+  EXPECT_TRUE(room.Admit({100, 400}).ok());
+  EXPECT_FALSE(room.Admit({100, 500}).ok());
 }
 
 // Random claims against a list and the formula.
@@ -174,7 +193,8 @@ TEST(AdmissionTest, AgreesWithTheFormulaWhateverHappens) {
         int64_t wanted = final_pages(demand, 0);
         int64_t available = 40;
         int64_t num_slots = 12;
-        bool must_wait = std::ranges::count(preempted, true, &std::pair<const int, bool>::second) >= 12;
+        bool must_wait =
+            std::ranges::count(preempted, true, &std::pair<const int, bool>::second) >= 12;
         for (const auto& [id, running] : all) {
           if (preempted[id]) {
             must_wait = must_wait || !GoesBefore(demand.urgency, running.demand.urgency);

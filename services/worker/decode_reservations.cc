@@ -98,10 +98,7 @@ absl::Status DecodeService::OpenForks(Transfer& transfer) {
   const int64_t own_tokens = num_prompt_tokens % worker_->pool().layout().geometry.page_tokens;
   for (size_t i = 1; i < transfer.replies.size(); ++i) {
     Reply& reply = transfer.replies[i];
-    ISTHMUS_ASSIGN_OR_RETURN(
-        reply.claim, worker_->admission().Admit(
-                         {own_tokens, static_cast<int64_t>(transfer.call.max_output_tokens()),
-                          transfer.urgency}));
+    reply.claim = transfer.replies[0].claim.Fork();
     ISTHMUS_ASSIGN_OR_RETURN(reply.cache, worker_->pool().Open());
     ISTHMUS_RETURN_IF_ERROR(reply.cache.Reserve(own_tokens + 1));
   }
@@ -136,7 +133,8 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
       transfer->replies[0].claim,
       worker_->admission().Admit({static_cast<int64_t>(call.num_prompt_tokens()),
                                   static_cast<int64_t>(call.max_output_tokens()),
-                                  transfer->urgency}));
+                                  transfer->urgency,
+                                  static_cast<int64_t>(transfer->replies.size())}));
   ISTHMUS_RETURN_IF_ERROR(OpenPages(std::move(prompt), *transfer));
   ISTHMUS_RETURN_IF_ERROR(OpenForks(*transfer));
   v1::KvReservation& reservation = transfer->reservation;

@@ -23,6 +23,10 @@ absl::Status Stopping() {
   return WithFaultScope(absl::UnavailableError("this worker is stopping"), FaultScope::kPeer);
 }
 
+bool GoesFirst(const StepLoop::Entry& a, const StepLoop::Entry& b) {
+  return GoesBefore(a.sequence.urgency, b.sequence.urgency);
+}
+
 }  // namespace
 
 // A sequence as it was before a step.
@@ -96,7 +100,11 @@ void StepLoop::TakeFromInbox() {
   while (running_.size() < max_batch_) {
     std::optional<Entry> entry = inbox_.PopFor(wait);
     if (!entry.has_value()) return;
-    running_.push_back(*std::move(entry));
+    if (entry->sequence.cache.is_open()) {
+      running_.push_back(*std::move(entry));
+    } else {
+      WaitForPages(*std::move(entry));
+    }
     wait = absl::ZeroDuration();
   }
   // It waits for pages with a full batch.
@@ -129,6 +137,7 @@ void StepLoop::ResumePreempted() {
 bool StepLoop::MakeRoom() {
   while (!running_.empty()) {
     std::vector<engine::Sequence*> sequences;
+    sequences.reserve(running_.size());
     for (Entry& entry : running_) sequences.push_back(&entry.sequence);
     const absl::Status status = engine::ReserveStep(*engine_, sequences);
     if (!absl::IsResourceExhausted(status)) return true;  // The step will meet any other error.
@@ -148,14 +157,11 @@ bool StepLoop::MakeRoom() {
 
 // False: nobody is left to be preempted. The most urgent one never is, so that it can go on.
 bool StepLoop::PreemptLeastUrgent() {
-  const auto goes_before = [](const Entry& a, const Entry& b) {
-    return GoesBefore(a.sequence.urgency, b.sequence.urgency);
-  };
-  const auto first = std::ranges::min_element(running_, goes_before);
+  const auto first = std::ranges::min_element(running_, GoesFirst);
   auto last = running_.end();
   for (auto it = running_.begin(); it != running_.end(); ++it) {
     if (!it->is_preemptible || it == first) continue;
-    if (last == running_.end() || !goes_before(*it, *last)) last = it;
+    if (last == running_.end() || !GoesFirst(*it, *last)) last = it;
   }
   if (last == running_.end()) return false;
   Entry entry = std::move(*last);
@@ -166,13 +172,20 @@ bool StepLoop::PreemptLeastUrgent() {
   engine::Preempt(entry.sequence);
   ++figures_.num_preemptions;
   ++num_preemptions_;
-  preempted_.insert(std::ranges::upper_bound(preempted_, entry, goes_before), std::move(entry));
+  WaitForPages(std::move(entry));
   return true;
+}
+
+void StepLoop::WaitForPages(Entry entry) {
+  entry.sequence.claim.SetPreempted();
+  const auto place = std::ranges::upper_bound(preempted_, entry, GoesFirst);
+  preempted_.insert(place, std::move(entry));
 }
 
 void StepLoop::StepAll() {
   const absl::Time start = clock_.Now();
   std::vector<Entry*> entries;
+  entries.reserve(running_.size());
   for (Entry& entry : running_) entries.push_back(&entry);
   if (const absl::Status status = StepThese(entries); !status.ok()) {
     // No sequence has advanced; one of them is the reason, and the others should not pay for it.
@@ -195,7 +208,7 @@ absl::Status StepLoop::StepThese(std::vector<Entry*> entries) {
     sequences.push_back(&entry->sequence);
     before.push_back({entry->sequence.cache.num_tokens(), entry->sequence.tokens.size()});
   }
-  const absl::Status status = engine_->Step(sequences);
+  absl::Status status = engine_->Step(sequences);
   if (FaultScopeOf(status) == FaultScope::kDevice) {
     // Whoever supervises this process starts another one; routers retry elsewhere meanwhile.
     const std::string last_word = absl::StrCat("the device is lost: ", status.message());

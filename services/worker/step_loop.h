@@ -50,8 +50,8 @@ class StepLoop {
     // True: the sequence ends before its next step.
     CancelFlag is_cancelled;
 
-    // Its pages may be taken away; else they must be all that it needs, and others may be reading
-    // them.
+    // Its pages may be taken away, or it has none yet; else they must be all that it needs, and
+    // others may be reading them.
     bool is_preemptible = false;
   };
 
@@ -93,6 +93,7 @@ class StepLoop {
   void ResumePreempted();
   bool MakeRoom();
   bool PreemptLeastUrgent();
+  void WaitForPages(Entry entry);
   void StepAll();
   absl::Status StepThese(std::vector<Entry*> entries);
   void FinishStep(Entry& entry, const Before& before);

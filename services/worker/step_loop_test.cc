@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "services/engine/preemption.h"
 #include "services/worker/testing/worker_pair.h"
 
 namespace isthmus::worker {
@@ -51,6 +52,33 @@ TEST(StepLoopTest, ObserversSeeTheBatch) {
   ASSERT_GE(seen.size(), 20u);
   EXPECT_EQ(seen[10].num_sequences, 3);
   EXPECT_GE(seen[10].duration, absl::Milliseconds(2));
+}
+
+// Of a reply that could not have pages of its own yet.
+TEST(StepLoopTest, ASequenceWithoutPagesWaitsForThemAndRuns) {
+  const WorkerConfig config = ScriptedConfig();
+  transfer::LoopbackNetwork network;
+  WorkerParts parts;
+  parts.transport = transfer::MakeLoopbackTransport(&network, "one");
+  auto worker = Worker::Assemble(config, v1::WORKER_ROLE_DECODE, std::move(parts), RealClock());
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  StepLoop::Entry entry;
+  engine::SamplingParams sampling;
+  sampling.max_tokens = 20;
+  entry.sequence = *(*worker)->engine().Admit("r", std::vector<int32_t>(200, 5), sampling);
+  engine::Preempt(entry.sequence);
+  entry.is_preemptible = true;
+  entry.on_step = [](const engine::Sequence&, int64_t) { return true; };
+  std::atomic<int64_t> num_output_tokens = 0;
+  entry.on_end = [&](const engine::Sequence& ended, const absl::Status& status) {
+    EXPECT_TRUE(status.ok()) << status;
+    num_output_tokens = ended.num_output_tokens();
+  };
+  entry.is_cancelled = std::make_shared<std::atomic<bool>>(false);
+  ASSERT_TRUE((*worker)->loop().Submit(std::move(entry)).ok());
+  EXPECT_TRUE(ComesTrue([&] { return num_output_tokens == 20; }));
+  EXPECT_EQ((*worker)->loop().num_preemptions(), 0);
+  (*worker)->Stop();
 }
 
 }  // namespace
