@@ -56,8 +56,7 @@ absl::Status CheckWeight(absl::string_view expert, absl::string_view name, const
                                                    ", not a multiple of its group ", group));
   }
   // Tiles of fp4 hold their scales.
-  const bool needs_scales =
-      ScaleGroup(w.format) != 0 && !(IsFp4(w.format) && IsTiled(w.layout));
+  const bool needs_scales = ScaleGroup(w.format) != 0 && !(IsFp4(w.format) && IsTiled(w.layout));
   if (w.elements == nullptr || (needs_scales && w.scales == nullptr)) {
     return absl::InvalidArgumentError(absl::StrCat("experts: ", expert, " ", name, " [", rows, ", ",
                                                    cols, "] lacks elements or scales"));

@@ -132,8 +132,7 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
   ISTHMUS_ASSIGN_OR_RETURN(
       transfer->replies[0].claim,
       worker_->admission().Admit({static_cast<int64_t>(call.num_prompt_tokens()),
-                                  static_cast<int64_t>(call.max_output_tokens()),
-                                  transfer->urgency,
+                                  static_cast<int64_t>(call.max_output_tokens()), transfer->urgency,
                                   static_cast<int64_t>(transfer->replies.size())}));
   ISTHMUS_RETURN_IF_ERROR(OpenPages(std::move(prompt), *transfer));
   ISTHMUS_RETURN_IF_ERROR(OpenForks(*transfer));
