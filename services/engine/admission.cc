@@ -172,7 +172,10 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
   }
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const auto kind = static_cast<kernels::CacheKindIndex>(k);
-    const int64_t wanted = FinalPagesLocked(newcomer, kind);
+    // Who was preempted has given back what it shared.
+    const int64_t shared = newcomer.is_preempted ? 0 : newcomer.demand.num_shared_tokens;
+    const int64_t wanted =
+        FinalPagesLocked(newcomer, kind) - pool_->layout().PagesFor(kind, shared);
     const int64_t available = pool_->pages(kind).num_available();
     if (wanted + growth[k] <= available) continue;
     return absl::ResourceExhaustedError(absl::StrCat(

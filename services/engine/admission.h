@@ -48,6 +48,8 @@ struct Demand {
   int64_t max_output_tokens = 0;
   Urgency urgency = {};
   int64_t num_replies = 1;  // Sequences in the end, which share the full pages of the prompt.
+  // Of the prompt: the pages of so many tokens are held for it already, and need no room.
+  int64_t num_shared_tokens = 0;
 };
 
 // The book of all sequences that hold pages of a pool, or wait to have theirs back. Thread-safe.

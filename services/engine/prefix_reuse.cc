@@ -92,15 +92,10 @@ absl::Status BeginWithPrefix(kv::CachePool& pool, int64_t num_tokens, Sequence& 
   return absl::OkStatus();
 }
 
-absl::Status BeginWithPages(kv::CachePool& pool, int64_t num_tokens, Sequence& sequence) {
+absl::Status BeginWithPages(kv::CachePool& pool, int64_t num_tokens, kv::PrefixHit found,
+                            Sequence& sequence) {
   ISTHMUS_ASSIGN_OR_RETURN(sequence.cache, pool.Open());
-  kv::PrefixIndex* const index = pool.prefixes();
-  if (index != nullptr) {
-    const auto known = static_cast<int64_t>(sequence.tokens.size());
-    const std::span<const PrefixHash> chain = ChainOf(*index, known, sequence);
-    kv::PrefixHit hit = index->FindPages(sequence.prefix.root, chain, sequence.tokens);
-    if (hit.num_tokens > 0) ISTHMUS_RETURN_IF_ERROR(sequence.cache.Adopt(std::move(hit)));
-  }
+  if (found.num_tokens > 0) ISTHMUS_RETURN_IF_ERROR(sequence.cache.Adopt(std::move(found)));
   return sequence.cache.Reserve(num_tokens);
 }
 
@@ -112,10 +107,18 @@ absl::Status OpenWithPrefix(kv::CachePool& pool, int64_t num_tokens, Sequence& s
   return status;
 }
 
-absl::StatusOr<int64_t> OpenWithPages(kv::CachePool& pool, int64_t num_tokens, Sequence& sequence) {
-  absl::Status status = BeginWithPages(pool, num_tokens, sequence);
-  if (status.ok()) return sequence.cache.num_shared_tokens();
-  sequence.cache = kv::SequenceCache();
+kv::PrefixHit FindPages(kv::CachePool& pool, Sequence& sequence) {
+  kv::PrefixIndex* const index = pool.prefixes();
+  if (index == nullptr) return {};
+  const auto known = static_cast<int64_t>(sequence.tokens.size());
+  const std::span<const PrefixHash> chain = ChainOf(*index, known, sequence);
+  return index->FindPages(sequence.prefix.root, chain, sequence.tokens);
+}
+
+absl::Status OpenWithPages(kv::CachePool& pool, int64_t num_tokens, kv::PrefixHit found,
+                           Sequence& sequence) {
+  absl::Status status = BeginWithPages(pool, num_tokens, std::move(found), sequence);
+  if (!status.ok()) sequence.cache = kv::SequenceCache();
   return status;
 }
 

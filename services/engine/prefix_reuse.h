@@ -19,10 +19,14 @@ namespace isthmus::engine {
 // without sharing, or no state slot.
 absl::Status OpenWithPrefix(kv::CachePool& pool, int64_t num_tokens, Sequence& sequence);
 
+// The pages that are known of the sequence's tokens, held: full ones, without a snapshot. Nothing
+// without a prefix index. Thread-safe.
+kv::PrefixHit FindPages(kv::CachePool& pool, Sequence& sequence);
+
 // Opens the sequence's cache for tokens and a state that a transfer brings, with room for
-// `num_tokens`, and shares the pages that are known of its tokens. Returns how many tokens these
-// are. Thread-safe. Errors as above.
-absl::StatusOr<int64_t> OpenWithPages(kv::CachePool& pool, int64_t num_tokens, Sequence& sequence);
+// `num_tokens`, and shares the pages that FindPages has found. Thread-safe. Errors as above.
+absl::Status OpenWithPages(kv::CachePool& pool, int64_t num_tokens, kv::PrefixHit found,
+                           Sequence& sequence);
 
 // After tokens have come into the sequence's cache: makes its whole blocks findable, takes a
 // snapshot when it stands where one is wanted, and says where it should stand next.

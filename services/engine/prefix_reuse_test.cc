@@ -172,16 +172,17 @@ TEST(PrefixReuseTest, PagesAreSharedBehindATransferWithoutASnapshot) {
   Sequence second;
   second.tokens = first.tokens;
   second.num_prompt_tokens = 400;
-  const auto shared = OpenWithPages(*served.pool, 500, second);
-  ASSERT_TRUE(shared.ok()) << shared.status();
-  EXPECT_EQ(*shared, 384);
+  kv::PrefixHit found = FindPages(*served.pool, second);
+  EXPECT_EQ(found.num_tokens, 384);
+  const absl::Status opened = OpenWithPages(*served.pool, 500, std::move(found), second);
+  ASSERT_TRUE(opened.ok()) << opened;
+  EXPECT_EQ(second.cache.num_shared_tokens(), 384);
   EXPECT_EQ(second.cache.num_tokens(), 0);
   EXPECT_EQ(second.cache.capacity_tokens(), 512);
   EXPECT_EQ(second.cache.pages(kernels::kCsaKv)[2], first.cache.pages(kernels::kCsaKv)[2]);
   second.cache_salt = "other";
   second.prefix = PrefixTrace();
-  second.cache = kv::SequenceCache();
-  EXPECT_EQ(*OpenWithPages(*served.pool, 500, second), 0);
+  EXPECT_EQ(FindPages(*served.pool, second).num_tokens, 0);
 }
 
 // What a preempted reply computed before is found again, most of it.

@@ -70,23 +70,32 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
   return CheckCacheSalt(call.cache_salt());
 }
 
-// Pages for the prompt and one token; more come as the reply grows. Those that hold the start of
-// the prompt already are shared.
-absl::Status DecodeService::OpenPages(std::vector<int32_t> prompt, Transfer& transfer) {
+// Pages for the prompt and one token, if the whole reply is expected to find room; more come as the
+// reply grows. Pages that hold the start of the prompt already are held first: they need no room.
+absl::Status DecodeService::TakeRoom(std::vector<int32_t> prompt, Transfer& transfer) {
   const v1::ReserveCall& call = transfer.call;
+  kv::CachePool& pool = worker_->pool();
   engine::Sequence sequence;
   sequence.tokens = std::move(prompt);
   sequence.num_prompt_tokens = static_cast<int64_t>(call.num_prompt_tokens());
   sequence.cache_salt = call.cache_salt();
-  ISTHMUS_ASSIGN_OR_RETURN(
-      const int64_t held_tokens,
-      engine::OpenWithPages(worker_->pool(), sequence.num_prompt_tokens + 1, sequence));
+  kv::PrefixHit found = engine::FindPages(pool, sequence);
+  const int64_t held_tokens = found.num_tokens;
+  ISTHMUS_ASSIGN_OR_RETURN(transfer.replies[0].claim,
+                           worker_->admission().Admit(
+                               {.num_prompt_tokens = sequence.num_prompt_tokens,
+                                .max_output_tokens = static_cast<int64_t>(call.max_output_tokens()),
+                                .urgency = transfer.urgency,
+                                .num_replies = static_cast<int64_t>(transfer.replies.size()),
+                                .num_shared_tokens = held_tokens}));
+  ISTHMUS_RETURN_IF_ERROR(
+      engine::OpenWithPages(pool, sequence.num_prompt_tokens + 1, std::move(found), sequence));
   transfer.reservation.set_held_tokens(static_cast<uint64_t>(held_tokens));
   transfer.cache = std::move(sequence.cache);
   transfer.prompt = std::move(sequence.tokens);
   transfer.prefix = std::move(sequence.prefix);
-  if (kv::PrefixIndex* const index = worker_->pool().prefixes(); index != nullptr) {
-    index->CountQuery(sequence.num_prompt_tokens, held_tokens);
+  if (pool.prefixes() != nullptr) {
+    pool.prefixes()->CountQuery(sequence.num_prompt_tokens, held_tokens);
   }
   return absl::OkStatus();
 }
@@ -129,12 +138,7 @@ absl::StatusOr<v1::KvReservation> DecodeService::Reserve(const v1::ReserveCall& 
   transfer->call.clear_prompt_token_ids();
   transfer->urgency = rpc::UrgencyOf(call, worker_->clock().Now());
   transfer->replies.resize(std::max(1u, call.num_replies()));
-  ISTHMUS_ASSIGN_OR_RETURN(
-      transfer->replies[0].claim,
-      worker_->admission().Admit({static_cast<int64_t>(call.num_prompt_tokens()),
-                                  static_cast<int64_t>(call.max_output_tokens()), transfer->urgency,
-                                  static_cast<int64_t>(transfer->replies.size())}));
-  ISTHMUS_RETURN_IF_ERROR(OpenPages(std::move(prompt), *transfer));
+  ISTHMUS_RETURN_IF_ERROR(TakeRoom(std::move(prompt), *transfer));
   ISTHMUS_RETURN_IF_ERROR(OpenForks(*transfer));
   v1::KvReservation& reservation = transfer->reservation;
   reservation.set_transfer_id(call.transfer_id());

@@ -112,7 +112,7 @@ class DecodeService {
   using Transfers = std::map<std::string, std::shared_ptr<Transfer>>;
 
   absl::Status CheckReserve(const v1::ReserveCall& call) const;
-  absl::Status OpenPages(std::vector<int32_t> prompt, Transfer& transfer);
+  absl::Status TakeRoom(std::vector<int32_t> prompt, Transfer& transfer);
   absl::Status CheckRepliesFit(const v1::ReserveCall& call) const;
   absl::Status OpenForks(Transfer& transfer);
   absl::StatusOr<uint64_t> Verify(const v1::HandoffCall& call, Transfer& transfer);

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <utility>
+#include <vector>
 
 #include "services/worker/testing/worker_pair.h"
 
@@ -69,7 +70,7 @@ TEST_P(PrefixServicesTest, TheSameRequestTwiceHasTheReplyOfAColdOne) {
       EXPECT_EQ(reply.digests, want.digests) << size;
       EXPECT_EQ(now.cached_prompt_tokens, round == 0 ? 0 : (size - 1) / 128 * 128) << size;
       EXPECT_EQ(now.held_tokens, round == 0 ? 0 : WholePages(size)) << size;
-      EXPECT_EQ(now.kv_bytes<cost.kv_bytes, now.held_tokens> 0);
+      EXPECT_EQ(now.kv_bytes < cost.kv_bytes, (now.held_tokens > 0));
     }
   }
 }
@@ -154,6 +155,26 @@ TEST(PrefixServicesBookTest, ACancelledReservationLeavesSharedPagesAlone) {
     pair.decode->pool().CheckConservation();
   }
   EXPECT_EQ(pair.Run(Again(request)).tokens, want.tokens);
+}
+
+// Four sequences of five pages in eight, of which four are the same.
+TEST(PrefixServicesBookTest, SharedPagesNeedNoRoom) {
+  WorkerPair pair(SmallConfig(), SmallConfig());
+  const TestRequest request = RequestOf(600, 20);
+  EXPECT_EQ(pair.Run(request).end, v1::SEQUENCE_END_LENGTH);
+  std::vector<TestRequest> others;
+  for (int i = 0; i < 4; ++i) {
+    others.push_back(Again(request));
+    const auto reservation = pair.Reserve(others.back());
+    ASSERT_TRUE(reservation.ok()) << i << ": " << reservation.status();
+    EXPECT_EQ(reservation->held_tokens(), 512u);
+  }
+  EXPECT_TRUE(absl::IsResourceExhausted(pair.Reserve(Again(request)).status()));
+  for (const TestRequest& other : others) {
+    EXPECT_TRUE(
+        pair.decode_service->Cancel(WorkerPair::CancelOf(other, true), absl::Seconds(5)).ok());
+  }
+  EXPECT_EQ(pair.decode->load().free_pages(), pair.decode->load().total_pages());
 }
 
 TEST(PrefixServicesBookTest, RefusesWhatDoesNotFit) {

@@ -142,7 +142,9 @@ class EngineInvarianceTest : public testing::TestWithParam<Arithmetic> {
     to.num_draws = from.num_draws;
     to.logits_crc32c = from.logits_crc32c;
     const auto size = static_cast<int64_t>(from.tokens.size());
-    ISTHMUS_ASSIGN_OR_RETURN(const int64_t held, engine::OpenWithPages(*target.pool, size + 1, to));
+    kv::PrefixHit found = engine::FindPages(*target.pool, to);
+    const int64_t held = found.num_tokens;
+    ISTHMUS_RETURN_IF_ERROR(engine::OpenWithPages(*target.pool, size + 1, std::move(found), to));
     for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
       const auto kind = static_cast<kernels::CacheKindIndex>(k);
       const kernels::KvLayout& layout = source.pool->layout();
