@@ -154,8 +154,9 @@ absl::Status ChatOnce(rpc::RouterClient& client, const Flags& flags, Json& conve
   Json logprobs = Json::array();
   ISTHMUS_ASSIGN_OR_RETURN(const rpc::Outcome outcome,
                            client.Chat(request, TimeoutOf(flags), [&](const v1::TokenDelta& delta) {
-                             for (const v1::TokenLogprobs& one : delta.logprobs())
+                             for (const v1::TokenLogprobs& one : delta.logprobs()) {
                                logprobs.push_back(LogprobsJson(one));
+                             }
                              if (flags.json || !is_single) return;
                              std::cout << delta.reasoning_content() << delta.content()
                                        << std::flush;

@@ -68,7 +68,7 @@ absl::Status SequenceCache::Adopt(PrefixHit hit) {
   }
   capacity_tokens_ = num_full * page_tokens;
   num_shared_tokens_ = capacity_tokens_;
-  const absl::Status status = CopyEnd(hit);
+  absl::Status status = CopyEnd(hit);
   if (!status.ok()) {
     Reset();
     return status;
@@ -96,7 +96,7 @@ absl::Status SequenceCache::AdoptHost(const HostHit& hit, PrefixHit pages) {
     }
     return WritePage(pool_->slots(), slot_, *hit.snapshot);
   };
-  const absl::Status status = copy();
+  absl::Status status = copy();
   if (!status.ok()) {
     Reset();
     return status;
@@ -137,7 +137,7 @@ absl::Status SequenceCache::ForkInto(SequenceCache& fork) {
   }
   fork.capacity_tokens_ += num_full * page_tokens;
   fork.num_shared_tokens_ = num_full * page_tokens;
-  const absl::Status status = CopyBehind(num_full, fork);
+  absl::Status status = CopyBehind(num_full, fork);
   if (!status.ok()) {
     fork.Reset();
     return status;

@@ -37,6 +37,7 @@ absl::StatusOr<std::unique_ptr<PageStaging>> PageStaging::Create(kv::CachePool* 
 
 std::vector<transfer::LocalRegion> PageStaging::regions() const {
   std::vector<transfer::LocalRegion> regions;
+  regions.reserve(mirrors_.size());
   for (size_t region = 0; region < mirrors_.size(); ++region) {
     regions.push_back({mirrors_[region].data(), static_cast<uint64_t>(pages(region).page_bytes()),
                        static_cast<uint64_t>(pages(region).num_pages())});

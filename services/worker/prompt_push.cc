@@ -82,7 +82,7 @@ absl::Status PromptPush::PushUnits(size_t end, absl::Time deadline) {
   return status;
 }
 
-absl::Status PromptPush::PushInHostMemory(std::vector<Unit> units, absl::Time deadline) {
+absl::Status PromptPush::PushInHostMemory(const std::vector<Unit>& units, absl::Time deadline) {
   std::vector<transfer::PageSpan> spans;
   for (const Unit& unit : units) {
     spans.push_back(unit.span);

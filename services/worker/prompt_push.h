@@ -58,7 +58,7 @@ class PromptPush {
         transfer_id_(std::move(transfer_id)),
         pusher_(std::move(pusher)) {}
   absl::Status PushUnits(size_t end, absl::Time deadline);
-  absl::Status PushInHostMemory(std::vector<Unit> units, absl::Time deadline);
+  absl::Status PushInHostMemory(const std::vector<Unit>& units, absl::Time deadline);
 
   Clock* clock_;
   PageStaging* staging_;  // Null when pages lie in host memory.
