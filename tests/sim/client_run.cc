@@ -13,7 +13,18 @@
 namespace isthmus::sim {
 namespace {
 
-v1::GenerateRequest RequestOf(const std::string& name, const ClientPlan& plan) {
+// Every reply of the plan, its stop token at the end.
+std::vector<int32_t> ScriptOf(const ClientPlan& plan, const Scenario& scenario) {
+  std::vector<int32_t> script =
+      model::ScriptedReply(scenario.script, plan.prompt, plan.max_output_tokens);
+  if (plan.stops_at < 0 || plan.stops_at >= static_cast<int64_t>(script.size())) return script;
+  const auto stop = std::ranges::find(script, script[static_cast<size_t>(plan.stops_at)]);
+  script.erase(stop + 1, script.end());
+  return script;
+}
+
+v1::GenerateRequest RequestOf(const std::string& name, const ClientPlan& plan,
+                              const std::vector<int32_t>& script) {
   v1::GenerateRequest request;
   request.set_request_id(name);
   request.set_cache_salt(plan.cache_salt);
@@ -22,37 +33,71 @@ v1::GenerateRequest RequestOf(const std::string& name, const ClientPlan& plan) {
   }
   request.mutable_sampling()->set_temperature(0);
   request.set_priority(rpc::ToWire(plan.priority));
+  request.mutable_sampling()->set_num_replies(plan.num_replies);
+  if (plan.stops_at >= 0) {
+    request.mutable_sampling()->add_stop_token_ids(static_cast<uint32_t>(script.back()));
+  }
   request.mutable_sampling()->set_max_output_tokens(static_cast<uint32_t>(plan.max_output_tokens));
   return request;
 }
 
+// What a client has read of one reply.
+struct ReplyReading {
+  std::vector<int32_t> tokens;
+  int num_ends = 0;
+  bool reads_after_end = false;
+};
+
 // What a client has read.
 struct Reading {
-  std::vector<int32_t> tokens;
+  std::vector<ReplyReading> replies;
   int num_finishes = 0;
   bool reads_after_finish = false;
 
-  void Take(const v1::GenerateReply& reply) {
+  explicit Reading(uint32_t num_replies) : replies(num_replies) {}
+
+  void Take(const v1::GenerateReply& event) {
     reads_after_finish = reads_after_finish || num_finishes > 0;
-    if (reply.has_finish()) ++num_finishes;
-    for (const uint32_t token : reply.delta().token_ids()) {
-      tokens.push_back(static_cast<int32_t>(token));
+    if (event.has_finish()) ++num_finishes;
+    if (event.has_reply_end()) ++replies.at(event.reply_end().reply_index()).num_ends;
+    if (!event.has_delta()) return;
+    ReplyReading& reply = replies.at(event.delta().reply_index());
+    reply.reads_after_end = reply.reads_after_end || reply.num_ends > 0;
+    for (const uint32_t token : event.delta().token_ids()) {
+      reply.tokens.push_back(static_cast<int32_t>(token));
     }
+  }
+  size_t num_tokens() const {
+    size_t sum = 0;
+    for (const ReplyReading& reply : replies) sum += reply.tokens.size();
+    return sum;
   }
 };
 
-// Why the reading is wrong; empty when it is not.
-std::string Objection(const Reading& reading, const std::vector<int32_t>& script, bool is_ok) {
-  for (size_t i = 0; i < reading.tokens.size(); ++i) {
-    if (i < script.size() && reading.tokens[i] == script[i]) continue;
-    return absl::StrCat("token ", i, " is ", reading.tokens[i], ", want ",
+// Why a reply is wrong; empty when it is not.
+std::string Objection(const ReplyReading& reply, const std::vector<int32_t>& script, bool is_ok) {
+  for (size_t i = 0; i < reply.tokens.size(); ++i) {
+    if (i < script.size() && reply.tokens[i] == script[i]) continue;
+    return absl::StrCat("token ", i, " is ", reply.tokens[i], ", want ",
                         i < script.size() ? absl::StrCat(script[i]) : "none");
+  }
+  if (reply.reads_after_end) return "a delta came after the reply's end";
+  if (!is_ok) return reply.num_ends <= 1 ? "" : "a reply has several ends";
+  if (reply.num_ends != 1) return absl::StrCat("a reply has ", reply.num_ends, " ends");
+  if (reply.tokens.size() == script.size()) return "";
+  return absl::StrCat("the reply has ", reply.tokens.size(), " tokens, want ", script.size());
+}
+
+// The same of all that was read.
+std::string Objection(const Reading& reading, const std::vector<int32_t>& script, bool is_ok) {
+  for (const ReplyReading& reply : reading.replies) {
+    std::string objection = Objection(reply, script, is_ok);
+    if (!objection.empty()) return objection;
   }
   if (reading.reads_after_finish) return "an event came after the finish";
   if (!is_ok) return reading.num_finishes == 0 ? "" : "an error came after the finish";
-  if (reading.num_finishes != 1) return absl::StrCat(reading.num_finishes, " finishes came");
-  if (reading.tokens.size() == script.size()) return "";
-  return absl::StrCat("the reply has ", reading.tokens.size(), " tokens, want ", script.size());
+  if (reading.num_finishes == 1) return "";
+  return absl::StrCat(reading.num_finishes, " finishes came");
 }
 
 bool IsExcused(const absl::Status& status, const Excuses& excuses, bool has_left, bool is_late,
@@ -83,7 +128,8 @@ absl::Status RunClient(const std::string& name, const ClientPlan& plan, const Sc
                        const Excuses& excuses, RouterRun& router, Clock& clock, Journal& journal) {
   const absl::Time start = clock.Now();
   const absl::Time leaves_at = start + plan.leaves_after;
-  Reading reading;
+  const std::vector<int32_t> script = ScriptOf(plan, scenario);
+  Reading reading(plan.num_replies);
   router::ClientStream stream;
   stream.deadline = start + plan.deadline;
   std::atomic<bool> was_cut = false;
@@ -96,21 +142,19 @@ absl::Status RunClient(const std::string& name, const ClientPlan& plan, const Sc
     return true;
   };
   journal.Note(absl::StrCat(name, " asks ", router.name()));
-  const absl::Status status = router.router().Generate(RequestOf(name, plan), stream);
+  const absl::Status status = router.router().Generate(RequestOf(name, plan, script), stream);
   const absl::Time end = clock.Now();
-  journal.Note(absl::StrCat(name, ": ", reading.tokens.size(), " tokens, ", status.ToString()));
+  journal.Note(absl::StrCat(name, ": ", reading.num_tokens(), " tokens, ", status.ToString()));
 
   journal.Count(absl::StrCat("request ", absl::StatusCodeToString(status.code())));
 
-  const std::vector<int32_t> script =
-      model::ScriptedReply(scenario.script, plan.prompt, plan.max_output_tokens);
   const std::string objection = Objection(reading, script, status.ok());
   if (!objection.empty()) journal.Violate(absl::StrCat(name, ": ", objection));
   // The router keeps 2 % of a call's time, and at least 1 ms, for the way back.
   const absl::Duration allowed = std::min(plan.deadline, scenario.router.request_timeout);
   const bool is_late = end - start + absl::Milliseconds(2) >= 0.97 * allowed;
   // It may have begun to drain just when the client came.
-  const bool is_turned_away = router.router().is_draining() && reading.tokens.empty();
+  const bool is_turned_away = router.router().is_draining() && reading.num_tokens() == 0;
   if (!IsExcused(status, excuses, end >= leaves_at, is_late, router.is_down() || is_turned_away)) {
     journal.Violate(absl::StrCat(name, " ended with ", status.ToString()));
   }

@@ -132,6 +132,11 @@ ClientPlan DrawClient(RandomSource& random, const Scenario& scenario) {
   if (random.Chance(0.2)) plan.leaves_after = Scale(absl::Seconds(2), random);
   if (random.Chance(0.1)) plan.deadline = Scale(absl::Seconds(3), random);
   if (random.Chance(0.15)) plan.read_pause = Scale(absl::Milliseconds(200), random);
+  if (random.Chance(0.2)) {
+    plan.num_replies = static_cast<uint32_t>(random.Between(2, 4));
+    LimitReplies(scenario.worker, &plan);
+  }
+  if (random.Chance(0.2)) plan.stops_at = random.Between(0, plan.max_output_tokens - 1);
   return plan;
 }
 
@@ -177,6 +182,15 @@ void DrawMaintenance(RandomSource& random, Scenario& scenario) {
 }
 
 }  // namespace
+
+void LimitReplies(const worker::WorkerConfig& config, ClientPlan* plan) {
+  const int64_t length = static_cast<int64_t>(plan->prompt.size()) + plan->max_output_tokens;
+  const int64_t pages = (length + config.page_tokens - 1) / config.page_tokens;
+  const int64_t most =
+      std::min<int64_t>(config.max_sequences, config.cache_tokens / config.page_tokens / pages);
+  plan->num_replies =
+      std::min(plan->num_replies, static_cast<uint32_t>(std::max<int64_t>(1, most)));
+}
 
 absl::Duration Scenario::LongestWait() const {
   // Reserve, prefill, handoff and back, a page write after another, tokens, and polls in between.
@@ -286,7 +300,8 @@ std::string Describe(const Scenario& scenario) {
     absl::StrAppend(&text, "client ", i, " at ", absl::FormatDuration(client.arrives_at), ": ",
                     client.prompt.size(), " prompt tokens",
                     client.cache_salt.empty() ? "" : " under another salt", ", ",
-                    client.max_output_tokens, " output tokens, priority ",
+                    client.max_output_tokens, " output tokens, ", client.num_replies,
+                    " replies, stops at ", client.stops_at, ", priority ",
                     static_cast<int>(client.priority), ", leaves after ",
                     absl::FormatDuration(client.leaves_after), ", deadline ",
                     absl::FormatDuration(client.deadline), ", reads every ",

@@ -24,6 +24,9 @@ struct ClientPlan {
   std::string cache_salt;
   int64_t max_output_tokens = 1;
   Priority priority = Priority::kNormal;
+  uint32_t num_replies = 1;
+  // The script's token of that number is a stop token; negative, or behind its end: none is.
+  int64_t stops_at = -1;
 
   // Leaves so long after it came; infinite: stays.
   absl::Duration leaves_after = absl::InfiniteDuration();
@@ -115,6 +118,9 @@ struct Scenario {
   static constexpr absl::Duration kLongestDelay = absl::Milliseconds(1400);
   static constexpr absl::Duration kLongestLateness = absl::Milliseconds(300);
 };
+
+// All replies of a client fit into an empty cache: a worker refuses what never fits.
+void LimitReplies(const worker::WorkerConfig& config, ClientPlan* plan);
 
 Scenario DrawScenario(uint64_t seed);
 

@@ -37,6 +37,7 @@ Scenario CrowdOf(uint64_t seed, std::vector<Misfortune> misfortunes) {
     ClientPlan& client = scenario.clients[i];
     client.arrives_at *= 0.4;
     client.read_pause = std::min(client.read_pause, absl::Milliseconds(5));
+    LimitReplies(scenario.worker, &client);
     // In prefill, at the handoff, in decode.
     if (i % 3 == 0) client.leaves_after = absl::Milliseconds(2 + 3 * static_cast<int64_t>(i));
   }
