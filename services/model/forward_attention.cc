@@ -183,6 +183,7 @@ absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
     step.index_g = add(w.indexer->compressor.wgate, false);
   }
   if (step.Chooses(w.ratio)) {
+    ISTHMUS_CHECK(w.indexer.has_value());
     step.index_weights = add(w.indexer->weights_proj, arithmetic_ == Arithmetic::kReference);
   }
   step.Mark("linear.input");
@@ -193,6 +194,7 @@ absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
 absl::Status ModelForward::Compress(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
+  ISTHMUS_CHECK(w.compressor.has_value());
   const CompressorWeights& c = *w.compressor;
   const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
   const kernels::CacheKindIndex state = w.ratio == 4 ? kernels::kCsaState : kernels::kHcaState;
@@ -354,6 +356,7 @@ absl::Status ModelForward::Attend(int layer, Step& step) const {
   step.Mark("linear.wo_a");
   // wo_a reads unquantised bf16, although it is stored in fp8 (specification 2.7).
   std::vector<kernels::LinearArgs> of_groups;
+  of_groups.reserve(w.wo_a.size());
   for (int64_t group = 0; group < groups; ++group) {
     of_groups.push_back({.x = step.q.Columns(group * group_inputs, group_inputs),
                          .weight = w.wo_a[static_cast<size_t>(group)],

@@ -55,7 +55,7 @@ absl::Status PromptPush::PushUnits(size_t end, absl::Time deadline) {
   std::vector<Unit> units(units_.begin() + static_cast<int64_t>(num_pushed_),
                           units_.begin() + static_cast<int64_t>(end));
   num_pushed_ = end;
-  if (staging_ == nullptr) return PushInHostMemory(std::move(units), deadline);
+  if (staging_ == nullptr) return PushInHostMemory(units, deadline);
   // Down into pinned memory first; the units then mean the copies.
   std::vector<std::pair<const std::byte*, int64_t>> pieces;
   int64_t bytes = 0;
@@ -75,7 +75,7 @@ absl::Status PromptPush::PushUnits(size_t end, absl::Time deadline) {
       unit.span.bytes = {at, unit.span.bytes.size()};
       at += unit.span.bytes.size();
     }
-    status = PushInHostMemory(std::move(units), deadline);
+    status = PushInHostMemory(units, deadline);
   }
   // A write that was given up may still read the memory: such a buffer is not used again.
   if (status.ok()) staging_->GiveBack(std::move(buffer));
