@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "router/sampling.h"
+#include "services/base/request_limits.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/wire.h"
@@ -16,7 +17,6 @@ namespace {
 
 constexpr size_t kMaxRequestIdBytes = 128;
 constexpr size_t kMaxConversationBytes = size_t{8} << 20;
-constexpr size_t kMaxCacheSaltBytes = 128;
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "services/base/request_limits.h"
 #include "services/base/status_macros.h"
 #include "services/rpc/identity.h"
 #include "services/text/utf8.h"
@@ -13,14 +14,8 @@
 namespace isthmus::router {
 namespace {
 
-constexpr int kMaxLogitBiases = 1024;
-constexpr int kMaxBannedTokens = 1024;
-constexpr int kMaxStopTokens = 64;
 constexpr int kMaxStopStrings = 16;
 constexpr size_t kMaxStopStringBytes = 256;
-constexpr uint32_t kMaxReplies = 16;
-constexpr uint32_t kMaxTopLogprobs = 20;
-constexpr uint64_t kMaxLogprobPromptTokens = 32768;
 
 template <typename Value>
 absl::Status Refuse(absl::string_view field, Value value, absl::string_view want) {
@@ -28,7 +23,7 @@ absl::Status Refuse(absl::string_view field, Value value, absl::string_view want
       absl::StrCat("sampling.", field, ": is ", value, ", want ", want));
 }
 
-absl::Status TooMany(absl::string_view field, int size, int most) {
+absl::Status TooMany(absl::string_view field, int size, int64_t most) {
   return absl::InvalidArgumentError(
       absl::StrCat("sampling.", field, ": has ", size, " entries, want at most ", most));
 }
@@ -65,7 +60,7 @@ absl::Status CheckId(absl::string_view field, uint32_t id, uint32_t vocab_size) 
 }
 
 absl::Status CheckIds(absl::string_view field,
-                      const google::protobuf::RepeatedField<uint32_t>& given, int most,
+                      const google::protobuf::RepeatedField<uint32_t>& given, int64_t most,
                       uint32_t vocab_size) {
   if (given.size() > most) return TooMany(field, given.size(), most);
   std::vector<uint32_t> ids(given.begin(), given.end());
@@ -143,7 +138,8 @@ absl::Status CheckLengths(const RouterConfig& config, const v1::ClusterValues& v
     return Refuse("min_output_tokens", sampling->min_output_tokens(),
                   absl::StrCat("at most ", longest, ", which the reply can have"));
   }
-  if (sampling->has_top_prompt_logprobs() && num_prompt_tokens > kMaxLogprobPromptTokens) {
+  if (sampling->has_top_prompt_logprobs() &&
+      num_prompt_tokens > static_cast<uint64_t>(kMaxLogprobPromptTokens)) {
     return absl::InvalidArgumentError(absl::StrCat("sampling.top_prompt_logprobs: the prompt has ",
                                                    num_prompt_tokens, " tokens, want at most ",
                                                    kMaxLogprobPromptTokens));

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "services/base/check.h"
 #include "services/base/fault.h"
+#include "services/base/request_limits.h"
 #include "services/base/status_macros.h"
 #include "services/engine/prefix_reuse.h"
 #include "services/engine/sampler.h"

@@ -10,6 +10,7 @@
 #include "kernels/logit_edits/logit_edits.h"
 #include "kernels/sampling/sampling.h"
 #include "services/base/crc32c.h"
+#include "services/base/request_limits.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::engine {

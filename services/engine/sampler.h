@@ -16,14 +16,6 @@
 
 namespace isthmus::engine {
 
-inline constexpr int64_t kMaxLogitBiases = 1024;
-inline constexpr int64_t kMaxBannedTokens = 1024;
-inline constexpr int64_t kMaxStopTokens = 64;
-inline constexpr int32_t kMaxTopLogprobs = 20;
-inline constexpr int64_t kMaxReplies = 16;
-// Of a prompt whose log probabilities are wanted.
-inline constexpr int64_t kMaxLogprobPromptTokens = 32768;
-
 // What of the model the sampler knows.
 struct SamplerModel {
   int64_t vocab_size = 0;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/fault.h"
+#include "services/base/request_limits.h"
 #include "services/engine/sampler.h"
 #include "services/rpc/identity.h"
 #include "services/rpc/wire.h"
@@ -13,7 +14,6 @@ namespace isthmus::worker {
 namespace {
 
 constexpr size_t kTransferIdBytes = 16;
-constexpr size_t kMaxCacheSaltBytes = 128;
 constexpr absl::Duration kMaxLease = absl::Hours(24);
 
 // No vocabulary has such an id.
@@ -63,7 +63,7 @@ engine::SamplingParams SamplingOf(const v1::SamplingParams& params) {
   sampling.min_p = static_cast<float>(params.min_p());
   sampling.seed = params.seed();
   // One too many are as good as any number for being refused.
-  const auto most = static_cast<uint32_t>(engine::kMaxReplies) + 1;
+  const auto most = static_cast<uint32_t>(kMaxReplies) + 1;
   for (uint32_t i = 1; i < std::min(params.num_replies(), most); ++i) {
     sampling.further_seeds.push_back(rpc::ReplySeed(params.seed(), i));
   }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "services/base/fault.h"
 #include "services/base/log.h"
+#include "services/base/request_limits.h"
 #include "services/base/status_macros.h"
 #include "services/engine/prefix_reuse.h"
 #include "services/rpc/wire.h"
@@ -55,8 +56,8 @@ absl::Status DecodeService::CheckReserve(const v1::ReserveCall& call) const {
                                                    limit - call.num_prompt_tokens()));
   }
   // What never fits must not be waited for.
-  const auto most_replies = std::min<uint64_t>(
-      engine::kMaxReplies, static_cast<uint64_t>(worker_->pool().slots().num_pages()));
+  const auto most_replies =
+      std::min<uint64_t>(kMaxReplies, static_cast<uint64_t>(worker_->pool().slots().num_pages()));
   if (call.num_replies() > most_replies) {
     return absl::InvalidArgumentError(
         absl::StrCat("num_replies: is ", call.num_replies(), ", want at most ", most_replies));
