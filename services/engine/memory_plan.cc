@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "services/base/byte_size.h"
 #include "services/base/status_macros.h"
+#include "services/kv/page_copy.h"
 
 namespace isthmus::engine {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 using kernels::CacheKindIndex;
 using kernels::kNumPagedKinds;
 using kernels::KvLayout;
+using kv::SnapshotBytes;
 
 // What a pool can count (kv::PagePool).
 constexpr int64_t kMaxEntries = std::numeric_limits<int32_t>::max();
@@ -146,11 +148,6 @@ int64_t MemoryPlan::SequenceBytes(int64_t num_tokens) const {
     bytes += (num_tokens + pool.tokens_per_entry - 1) / pool.tokens_per_entry * pool.entry_bytes;
   }
   return bytes;
-}
-
-int64_t SnapshotBytes(const KvLayout& layout) {
-  // The last kind of a slot.
-  return layout.kinds[kernels::kHcaState].offset;
 }
 
 absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds& needs) {

@@ -72,10 +72,6 @@ struct MemoryPlan {
 // in the state slot, which every sequence holds from its first token on.
 absl::StatusOr<MemoryPlan> PlanMemory(const kernels::KvLayout& layout, const MemoryNeeds& needs);
 
-// Bytes of what a snapshot of a prefix keeps of a state slot: all but the rows of ratio 128, which
-// are empty at the multiples of 128 where snapshots are taken.
-int64_t SnapshotBytes(const kernels::KvLayout& layout);
-
 // A JSON object: "pools" with pool, entries, entry_bytes, tokens_per_entry, bytes, bytes_per_token
 // each; then the fields above. Ends in a newline.
 std::string MemoryPlanJson(const MemoryPlan& plan);

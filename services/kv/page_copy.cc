@@ -46,8 +46,7 @@ absl::Status CopyEntries(PagePool& pool, const kernels::CacheKind& kind, int64_t
 }
 
 int64_t SnapshotBytes(const kernels::KvLayout& layout) {
-  const kernels::CacheKind& last = layout.kinds[kernels::kHcaState];
-  return last.bytes() == 0 ? layout.state_slot_bytes : last.offset;
+  return layout.kinds[kernels::kHcaState].offset;  // The last kind of a slot.
 }
 
 absl::Status CopyBytes(const PagePool& from_pool, int32_t from, const PagePool& to_pool, int32_t to,
