@@ -104,24 +104,27 @@ int64_t Admission::FinalPagesLocked(const Line& line, kernels::CacheKindIndex ki
   return own + line.num_forks_left * (own - shared);
 }
 
-absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
-  Line line;
-  line.demand = demand;
-  line.num_forks_left = demand.num_replies - 1;
-  MutexLock lock(mutex_);
-  ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(line));
-  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(line));
-  return OpenLocked(demand);
+std::shared_ptr<Admission::Line> Admission::LineOf(const Demand& demand) {
+  auto line = std::make_shared<Line>();
+  line->demand = demand;
+  line->num_held_tokens = demand.num_prompt_tokens + 1;
+  line->num_forks_left = demand.num_replies - 1;
+  return line;
 }
 
-Admission::Claim Admission::OpenLocked(const Demand& demand) {
+absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
+  std::shared_ptr<Line> line = LineOf(demand);
+  MutexLock lock(mutex_);
+  ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(*line));
+  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(*line));
+  return OpenLocked(std::move(line));
+}
+
+Admission::Claim Admission::OpenLocked(std::shared_ptr<Line> line) {
+  lines_.push_back(line.get());
   Claim claim;
   claim.admission_ = this;
-  claim.line_ = std::make_shared<Line>();
-  claim.line_->demand = demand;
-  claim.line_->num_held_tokens = demand.num_prompt_tokens + 1;
-  claim.line_->num_forks_left = demand.num_replies - 1;
-  lines_.push_back(claim.line_.get());
+  claim.line_ = std::move(line);
   return claim;
 }
 
@@ -132,7 +135,7 @@ Admission::Claim Admission::Claim::Fork() {
   --line_->num_forks_left;
   Demand demand = line_->demand;
   demand.num_replies = 1;
-  return admission_->OpenLocked(demand);
+  return admission_->OpenLocked(LineOf(demand));
 }
 
 // Those that wait to be resumed count only by going first. Among equals they go before newcomers,

@@ -101,7 +101,8 @@ class Admission {
   absl::StatusOr<Claim> Admit(const Demand& demand);
 
  private:
-  Claim OpenLocked(const Demand& demand);
+  static std::shared_ptr<Line> LineOf(const Demand& demand);
+  Claim OpenLocked(std::shared_ptr<Line> line);
   absl::Status CheckTurnLocked(const Line& newcomer) const;
   absl::Status CheckRoomLocked(const Line& newcomer) const;
   int64_t FinalPagesLocked(const Line& line, kernels::CacheKindIndex kind) const;
