@@ -46,6 +46,7 @@ absl::Status CheckIds(absl::string_view field, std::vector<int32_t> ids, int64_t
 
 absl::Status CheckLists(const SamplingParams& sampling, const SamplerModel& model) {
   std::vector<int32_t> biased;
+  biased.reserve(sampling.logit_bias.size());
   for (const kernels::LogitBias& bias : sampling.logit_bias) biased.push_back(bias.id);
   ISTHMUS_RETURN_IF_ERROR(CheckIds("logit_bias", biased, kMaxLogitBiases, model.vocab_size));
   for (const kernels::LogitBias& bias : sampling.logit_bias) {
