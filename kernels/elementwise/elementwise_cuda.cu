@@ -26,6 +26,8 @@ __global__ __launch_bounds__(kThreads) void EmbedTokensKernel(
     const uint16_t* __restrict__ table,  // [vocab, hidden]
     float* __restrict__ streams,         // [tokens, streams * hidden], rows `stride` apart
     int64_t hidden, int64_t cols, int64_t stride) {
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t t = blockIdx.x;
   const int32_t token = tokens[t];
   for (int64_t d = FirstColumn(); d < EndColumn(hidden); d += kThreads) {
@@ -40,6 +42,8 @@ __global__ __launch_bounds__(kThreads) void GatherRowsKernel(
     const int32_t* __restrict__ rows,  // [out rows]
     float* __restrict__ out,           // [out rows, cols], rows out_stride apart
     int64_t cols, int64_t x_stride, int64_t out_stride) {
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t r = blockIdx.x;
   const int32_t from = rows[r];
   for (int64_t d = FirstColumn(); d < EndColumn(cols); d += kThreads) {
@@ -50,6 +54,8 @@ __global__ __launch_bounds__(kThreads) void GatherRowsKernel(
 // One warp per block of 64 values, two per lane. Grid: [tokens]. Block: [32, blocks of 64].
 __global__ void RoundTripKvKernel(float* x,  // [tokens, head_dim], rows `stride` apart
                                   int64_t stride) {
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t lane = threadIdx.x;
   float* block = x + int64_t{blockIdx.x} * stride + int64_t{threadIdx.y} * kKvNopeBlock;
   const float low = block[lane];
@@ -65,6 +71,8 @@ __global__ void RoundTripKvKernel(float* x,  // [tokens, head_dim], rows `stride
 __global__ __launch_bounds__(kThreads) void ScaleRowsKernel(
     float* x,  // [tokens, cols], rows `stride` apart
     int64_t cols, int64_t stride, float scale, bool rounds) {
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t t = blockIdx.x;
   for (int64_t d = FirstColumn(); d < EndColumn(cols); d += kThreads) {
     const float value = x[t * stride + d] * scale;
@@ -74,7 +82,8 @@ __global__ __launch_bounds__(kThreads) void ScaleRowsKernel(
 
 LaunchShape ShapeFor(int64_t rows, int64_t cols) {
   return {.grid = dim3(static_cast<unsigned>(rows), CeilDiv(cols, kElementsPerBlock)),
-          .block = dim3(kThreads)};
+          .block = dim3(kThreads),
+          .overlaps_predecessor = true};
 }
 
 }  // namespace
@@ -100,7 +109,8 @@ absl::Status LaunchRoundTripKvCuda(const RoundTripKvArgs& args, const Exec& exec
   if (args.x.rows * blocks == 0) return absl::OkStatus();
   return Launch("RoundTripKvKernel",
                 {.grid = dim3(static_cast<unsigned>(args.x.rows)),
-                 .block = dim3(kWarpLanes, static_cast<unsigned>(blocks))},
+                 .block = dim3(kWarpLanes, static_cast<unsigned>(blocks)),
+                 .overlaps_predecessor = true},
                 exec, RoundTripKvKernel, args.x.f32(0), args.x.row_stride);
 }
 

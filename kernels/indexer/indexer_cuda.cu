@@ -176,6 +176,8 @@ __global__ __launch_bounds__(kSelectThreads) void OrderEntries(
 __global__ void TransformQuery(float* q,  // [rows, num_heads * dim], rows `stride` apart
                                int64_t rows, int64_t num_heads, int64_t dim, int64_t stride,
                                float factor) {
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t head = int64_t{blockIdx.x} * kQueryWarps + threadIdx.y;
   if (head >= rows * num_heads) return;  // Whole warps leave together.
   float* x = reinterpret_cast<float*>(DynamicShared()) + threadIdx.y * dim;
@@ -228,31 +230,40 @@ absl::Status SelectByBits(const IndexerPass& pass, const Exec& exec) {
   return Launch("SelectEntries", BlockPerRow(pass), exec, SelectEntries, pass);
 }
 
+namespace {
+
+// What all passes share. Rows of scores begin at 16 bytes.
+IndexerPass PassOf(const IndexerArgs& args) {
+  const int64_t bound = VisibleKeys(args.device_batch->max_tokens - 1);
+  const bool has_dump = args.scores != nullptr;
+  return {.batch = *args.device_batch,
+          .plane = args.key_plane,
+          .page_bits = PageBits(args.key_plane.entries),
+          .q = static_cast<const float*>(args.q.data),
+          .w = static_cast<const float*>(args.w.data),
+          .q_stride = args.q.row_stride,
+          .w_stride = args.w.row_stride,
+          .num_heads = args.num_heads,
+          .dim = args.dim,
+          .topk = args.topk,
+          .is_reference = args.arithmetic == Arithmetic::kReference,
+          .has_dump = has_dump,
+          .bound = bound,
+          .stride = has_dump ? args.scores_stride : (bound + 3) / 4 * 4};
+}
+
+}  // namespace
+
 absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, IndexerStep score,
                               IndexerStep select) {
   const int64_t rows = args.q.rows;
   if (rows == 0) return absl::OkStatus();
-  const DeviceBatch& batch = *args.device_batch;
-  const int64_t bound = VisibleKeys(batch.max_tokens - 1);
-  const int64_t row_floats = (bound + 3) / 4 * 4;  // Rows begin at 16 bytes.
-  const bool has_dump = args.scores != nullptr;
-  IndexerPass pass = {.batch = batch,
-                      .plane = args.key_plane,
-                      .page_bits = PageBits(args.key_plane.entries),
-                      .q = static_cast<const float*>(args.q.data),
-                      .w = static_cast<const float*>(args.w.data),
-                      .q_stride = args.q.row_stride,
-                      .w_stride = args.w.row_stride,
-                      .num_heads = args.num_heads,
-                      .dim = args.dim,
-                      .topk = args.topk,
-                      .is_reference = args.arithmetic == Arithmetic::kReference,
-                      .has_dump = has_dump,
-                      .bound = bound,
-                      .stride = has_dump ? args.scores_stride : row_floats};
+  IndexerPass pass = PassOf(args);
+  const bool has_dump = pass.has_dump;
+  const int64_t row_floats = (pass.bound + 3) / 4 * 4;
   const int64_t most = std::max<int64_t>(1, kMaxScoreFloats / std::max<int64_t>(1, row_floats));
   const int64_t rows_per_pass = std::min({rows, most, kMaxRows});
-  const bool has_scores = NeedsScores(bound, args.topk, has_dump);
+  const bool has_scores = NeedsScores(pass.bound, args.topk, has_dump);
   Workspace::Scope scope(exec.workspace);
   float* scratch = nullptr;
   if (has_scores && !has_dump) scratch = scope.Take<float>(rows_per_pass * row_floats);
@@ -273,6 +284,15 @@ absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, Indexer
   return absl::OkStatus();
 }
 
+absl::Status RunIndexerStep(const IndexerArgs& args, const Exec& exec, IndexerStep step) {
+  IndexerPass pass = PassOf(args);
+  pass.has_dump = false;
+  pass.rows = args.q.rows;
+  pass.scores = args.scores;
+  pass.selected = args.selected;
+  return step(pass, exec);
+}
+
 bool FitsOnePass(const IndexerArgs& args) {
   const int64_t bound = VisibleKeys(args.device_batch->max_tokens - 1);
   return args.scores == nullptr && NeedsScores(bound, args.topk, false) &&
@@ -289,7 +309,8 @@ absl::Status LaunchIndexQueryCuda(const MatrixView& q, int64_t num_heads, int64_
   return Launch("TransformQuery",
                 {.grid = dim3(CeilDiv(q.rows * num_heads, kQueryWarps)),
                  .block = dim3(kWarpLanes, kQueryWarps),
-                 .shared_bytes = static_cast<size_t>(kQueryWarps * dim) * sizeof(float)},
+                 .shared_bytes = static_cast<size_t>(kQueryWarps * dim) * sizeof(float),
+                 .overlaps_predecessor = true},
                 exec, TransformQuery, q.f32(0), q.rows, num_heads, dim, q.row_stride,
                 1.0f / std::sqrt(static_cast<float>(dim)));
 }

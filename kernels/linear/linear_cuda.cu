@@ -98,6 +98,8 @@ __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void RoundTripFp8Groups
   constexpr int kEach = kActivationGroup / kWarpLanes;
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  LetSuccessorStart();
+  WaitForPredecessor();
   const int64_t begin = (int64_t{blockIdx.y} * kQuantiseWarps + warp) * kActivationGroup;
   if (begin >= cols) return;  // Whole warps leave together.
   const int64_t row = blockIdx.x;
@@ -136,7 +138,8 @@ absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView&
   const unsigned blocks = CeilDiv(x.cols, int64_t{kQuantiseWarps} * kActivationGroup);
   return Launch("RoundTripFp8Groups",
                 {.grid = dim3(static_cast<unsigned>(x.rows), blocks),
-                 .block = dim3(kQuantiseWarps * kWarpLanes)},
+                 .block = dim3(kQuantiseWarps * kWarpLanes),
+                 .overlaps_predecessor = true},
                 exec, RoundTripFp8Groups, x.f32(0), out.f32(0), x.cols, x.row_stride,
                 out.row_stride);
 }

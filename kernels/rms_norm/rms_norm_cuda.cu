@@ -5,6 +5,7 @@
 // FMAs. Traffic: x is read twice, the second time from L1 or L2, and out is written once.
 #include <algorithm>
 
+#include "kernels/core/async_copy.cuh"
 #include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
 #include "kernels/rms_norm/rms_norm_variants.h"
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPartialSums = 16;
-constexpr int64_t kChunk = 4096;  // Elements that pass through shared memory at a time.
+constexpr int64_t kSectorFloats = 8;  // Of a prefetch.
+constexpr int64_t kChunk = 4096;      // Elements that pass through shared memory at a time.
 static_assert(kChunk % kPartialSums == 0);
 
 // Grid: tokens. Block: kThreads. Shared memory: kChunk floats, static. x and out may be one buffer,
@@ -27,6 +29,13 @@ __global__ __launch_bounds__(kThreads) void RmsNormBlockPerRow(
   __shared__ float chunk[kChunk];
   __shared__ float row_scale;
   const int thread = static_cast<int>(threadIdx.x);
+  LetSuccessorStart();
+  if (weight != nullptr) {
+    for (int64_t k = kSectorFloats * thread; k < hidden; k += kSectorFloats * kThreads) {
+      PrefetchL2(weight + k);
+    }
+  }
+  WaitForPredecessor();
   const float* x_row = x + int64_t{blockIdx.x} * x_stride;
   float* out_row = out + int64_t{blockIdx.x} * out_stride;
 
@@ -63,8 +72,10 @@ __global__ __launch_bounds__(kThreads) void RmsNormBlockPerRow(
 absl::Status LaunchRmsNormCuda(const RmsNormArgs& args, const Exec& exec) {
   if (args.x.rows == 0) return absl::OkStatus();
   return Launch("RmsNormBlockPerRow",
-                {.grid = dim3(static_cast<unsigned>(args.x.rows)), .block = dim3(kThreads)}, exec,
-                RmsNormBlockPerRow, args.x.f32(0),
+                {.grid = dim3(static_cast<unsigned>(args.x.rows)),
+                 .block = dim3(kThreads),
+                 .overlaps_predecessor = true},
+                exec, RmsNormBlockPerRow, args.x.f32(0),
                 args.weight.size != 0 ? args.weight.f32() : nullptr, args.out.f32(0), args.x.cols,
                 args.x.row_stride, args.out.row_stride, args.epsilon,
                 args.arithmetic == Arithmetic::kReference);

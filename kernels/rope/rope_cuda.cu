@@ -24,6 +24,8 @@ __global__ __launch_bounds__(kThreads) void RopeBlockPerToken(
   __shared__ float cosine[kMaxRopePairs];
   __shared__ float sine[kMaxRopePairs];
   const int thread = static_cast<int>(threadIdx.x);
+  LetSuccessorStart();
+  WaitForPredecessor();
   if (thread < pairs) {
     float s = 0.0f;
     float c = 0.0f;
@@ -51,10 +53,12 @@ __global__ __launch_bounds__(kThreads) void RopeBlockPerToken(
 absl::Status LaunchRopeCuda(const RopeArgs& args, const Exec& exec) {
   if (args.x.rows == 0) return absl::OkStatus();
   return Launch("RopeBlockPerToken",
-                {.grid = dim3(static_cast<unsigned>(args.x.rows)), .block = dim3(kThreads)}, exec,
-                RopeBlockPerToken, args.x.f32(0), args.positions.data(), args.frequency.data(),
-                args.x.cols / args.head_dim, args.head_dim, args.x.row_stride,
-                static_cast<int>(args.frequency.size()), args.inverse,
+                {.grid = dim3(static_cast<unsigned>(args.x.rows)),
+                 .block = dim3(kThreads),
+                 .overlaps_predecessor = true},
+                exec, RopeBlockPerToken, args.x.f32(0), args.positions.data(),
+                args.frequency.data(), args.x.cols / args.head_dim, args.head_dim,
+                args.x.row_stride, static_cast<int>(args.frequency.size()), args.inverse,
                 args.arithmetic == Arithmetic::kReference);
 }
 

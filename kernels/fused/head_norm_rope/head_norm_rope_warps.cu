@@ -72,6 +72,7 @@ __global__ __launch_bounds__(kWarps* kWarpLanes) void NormRopeWarpPerHead(
     const __grid_constant__ WarpArgs args) {
   __shared__ float cosine[kMaxPairs];
   __shared__ float sine[kMaxPairs];
+  LetSuccessorStart();
   WaitForPredecessor();
   const int64_t t = blockIdx.x;
   const auto thread = static_cast<int>(threadIdx.x);
