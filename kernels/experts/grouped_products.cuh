@@ -160,8 +160,8 @@ __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kAlone, kRingBl
   constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
   constexpr int kGroupBytes = kFormat == WeightFormat::kMxfp4 ? 2 * 544 : 2 * 576;
   // Where registers allow it.
-  constexpr bool kAhead =
-      kBlocks == 1 && (kFormat == WeightFormat::kMxfp4 || (!kIsFp8 && kRingBlocks == 1));
+  constexpr bool kAhead = kBlocks == 1 && (kFormat == WeightFormat::kMxfp4 ||
+                                           (!kIsFp8 && (kAlone || kRingBlocks == 1)));
   using GroupOperands = Operands<kFormat, kMma, kKind, kBlocks>;
   const int last = stream.last();
   int group = stream.first();
