@@ -7,7 +7,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
 #include "kernels/experts/experts.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope.h"
+#include "kernels/fused/attention_inputs/attention_inputs.h"
 #include "kernels/fused/post_pre/post_pre.h"
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/indexer/indexer.h"
@@ -20,7 +20,7 @@ std::span<const Patch* const> AllPatches() {
     std::vector<const Patch*> all;
     for (const std::span<const Patch* const> some :
          {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
-          HeadNormRopePatches(), PostPrePatches(), HyperConnectionPatches(), IndexerPatches(),
+          AttentionInputsPatches(), PostPrePatches(), HyperConnectionPatches(), IndexerPatches(),
           LinearPatches()}) {
       all.insert(all.end(), some.begin(), some.end());
     }

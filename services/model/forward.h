@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "kernels/compressor/compressor.h"
 #include "kernels/core/device.h"
 #include "kernels/core/device_batch.h"
 #include "kernels/core/exec.h"
@@ -134,8 +135,9 @@ class ModelForward : public Forward {
   absl::Status Queries(int layer, const kernels::MatrixView& quantised_x, Step& step) const;
   absl::Status ExpandQueries(int layer, Step& step) const;
   absl::Status ProjectInput(int layer, Step& step) const;
-  absl::Status Compress(int layer, Step& step) const;
-  absl::Status QueryIndex(int layer, Step& step) const;
+  kernels::CompressorArgs CompressArgs(int layer, const Step& step) const;
+  kernels::CompressorArgs CompressKeysArgs(int layer, const Step& step) const;
+  absl::Status PrepareAttention(int layer, Step& step) const;
   absl::Status Select(int layer, Step& step) const;
   absl::Status Attend(int layer, Step& step) const;
   absl::Status FfnHalf(int layer, Step& step) const;

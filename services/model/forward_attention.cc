@@ -8,8 +8,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/compressor/compressor.h"
-#include "kernels/elementwise/elementwise.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope.h"
+#include "kernels/fused/attention_inputs/attention_inputs.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/linear/linear.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -69,30 +68,24 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
     ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
   }
   ISTHMUS_RETURN_IF_ERROR(Queries(layer, quantised_x, step));
+  if (w.ratio != 0) ISTHMUS_RETURN_IF_ERROR(ProjectInput(layer, step));
+  ISTHMUS_RETURN_IF_ERROR(PrepareAttention(layer, step));
   step.selected = nullptr;
   step.max_selected = 0;
-  if (w.ratio != 0) {
-    ISTHMUS_RETURN_IF_ERROR(ProjectInput(layer, step));
-    ISTHMUS_RETURN_IF_ERROR(Compress(layer, step));
-  }
-  if (w.ratio == 4) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
+  if (step.Chooses(w.ratio)) ISTHMUS_RETURN_IF_ERROR(Select(layer, step));
   ISTHMUS_RETURN_IF_ERROR(Attend(layer, step));
   step.Emit(layer, "attn_out", step.y);
   return MixOutIn(w.hc_ffn, w.ffn_norm, step);
 }
 
-// Specification 3.1 and 3.2: q [rows, heads * head_dim], its latent, and kv [rows, head_dim].
+// Specification 3.1: q [rows, heads * head_dim], its latent, and kv [rows, head_dim], as projected.
 absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
-  const float epsilon = config.rms_norm_eps;
-  const int64_t heads = w.wq_b.rows / config.head_dim;  // The rank's.
-  const int64_t head_dim = config.head_dim;
-  const std::span<const float> frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_;
 
   step.query_latent = step.Take(step.rows, config.q_lora_rank);
-  step.kv = step.Take(step.rows, head_dim);
+  step.kv = step.Take(step.rows, config.head_dim);
   step.Mark("linear.wq_a_wkv");
   const kernels::LinearArgs of_x[] = {
       {.x = quantised_x,
@@ -112,7 +105,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
                                             .weight = w.q_norm,
                                             .out = step.query_latent,
-                                            .epsilon = epsilon,
+                                            .epsilon = config.rms_norm_eps,
                                             .arithmetic = arithmetic_},
                                            step.exec));
   step.Emit(layer, "qr", step.query_latent);
@@ -122,20 +115,7 @@ absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Ste
     ISTHMUS_RETURN_IF_ERROR(
         kernels::QuantiseActivation(step.query_latent, step.query_latent, step.exec));
   }
-  ISTHMUS_RETURN_IF_ERROR(ExpandQueries(layer, step));
-  step.Mark("head_norm_rope");
-  ISTHMUS_RETURN_IF_ERROR(kernels::HeadNormRope({.q = step.q,
-                                                 .head_dim = head_dim,
-                                                 .kv = step.kv,
-                                                 .kv_weight = w.kv_norm,
-                                                 .positions = step.inputs.positions,
-                                                 .frequency = frequency,
-                                                 .epsilon = epsilon,
-                                                 .arithmetic = arithmetic_},
-                                                step.exec));
-  step.Emit(layer, "q", step.q, {step.rows, heads, head_dim});
-  step.Emit(layer, "kv", step.kv);
-  return absl::OkStatus();
+  return ExpandQueries(layer, step);
 }
 
 // q, and the queries of the indexer where the layer has one, from the latent that they share.
@@ -190,98 +170,106 @@ absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
   return kernels::LinearMany(of_x, step.exec);
 }
 
-// Specification 3.7: the main entries that complete in this step.
-absl::Status ModelForward::Compress(int layer, Step& step) const {
+// The main compressor's arguments, and those of the index keys'.
+kernels::CompressorArgs ModelForward::CompressArgs(int layer, const Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   ISTHMUS_CHECK(w.compressor.has_value());
   const CompressorWeights& c = *w.compressor;
   const kernels::CacheKindIndex kind = w.ratio == 4 ? kernels::kCsaKv : kernels::kHcaKv;
   const kernels::CacheKindIndex state = w.ratio == 4 ? kernels::kCsaState : kernels::kHcaState;
-  const int64_t added = CountNewEntries(step.batch, w.ratio);
-  const MatrixView entries = step.has_tap() ? step.Take(added, config.head_dim) : MatrixView{};
-  step.Mark("compressor");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Compressor({.u = step.compressor_u,
-                                               .g = step.compressor_g,
-                                               .ape = Ape(c),
-                                               .norm_weight = c.norm,
-                                               .frequency = compressed_frequency_,
-                                               .dim = config.head_dim,
-                                               .rope_dim = config.qk_rope_head_dim,
-                                               .ratio = w.ratio,
-                                               .epsilon = config.rms_norm_eps,
-                                               .sequences = step.inputs.sequences,
-                                               .device_batch = step.inputs.device_batch,
-                                               .entry_plane = layout_.Plane(kind, layer),
-                                               .entry_kind = kind,
-                                               .state_plane = layout_.Plane(state, layer),
-                                               .entries = static_cast<float*>(entries.data),
-                                               .arithmetic = arithmetic_},
-                                              step.exec));
-  if (step.has_tap() && added > 0) step.Emit(layer, "compressed_kv", entries);
-  return absl::OkStatus();
+  return {.u = step.compressor_u,
+          .g = step.compressor_g,
+          .ape = Ape(c),
+          .norm_weight = c.norm,
+          .frequency = compressed_frequency_,
+          .dim = config.head_dim,
+          .rope_dim = config.qk_rope_head_dim,
+          .ratio = w.ratio,
+          .epsilon = config.rms_norm_eps,
+          .sequences = step.inputs.sequences,
+          .device_batch = step.inputs.device_batch,
+          .entry_plane = layout_.Plane(kind, layer),
+          .entry_kind = kind,
+          .state_plane = layout_.Plane(state, layer),
+          .arithmetic = arithmetic_};
+}
+kernels::CompressorArgs ModelForward::CompressKeysArgs(int layer, const Step& step) const {
+  const LayerWeights& w = LayerAt(layer);
+  ISTHMUS_CHECK(w.indexer.has_value());
+  const CompressorWeights& c = w.indexer->compressor;
+  kernels::CompressorArgs args = CompressArgs(layer, step);
+  args.u = step.index_u;
+  args.g = step.index_g;
+  args.ape = Ape(c);
+  args.norm_weight = c.norm;
+  args.dim = views_.config->index_head_dim;
+  args.is_index_key = true;
+  args.entry_plane = layout_.Plane(kernels::kIndexKey, layer);
+  args.entry_kind = kernels::kIndexKey;
+  args.state_plane = layout_.Plane(kernels::kIndexState, layer);
+  return args;
 }
 
-// Specification 3.7, queries: index_q as the keys are stored, and index_weights scaled.
-absl::Status ModelForward::QueryIndex(int layer, Step& step) const {
+// Specification 3.2 and 3.7: heads and the latent entry normed and rotated, the entries and index
+// keys that complete in this step, and the index query.
+absl::Status ModelForward::PrepareAttention(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
-  const int64_t heads = config.index_n_heads;
-  const int64_t dim = config.index_head_dim;
-  step.Mark("rope.index_q");
-  ISTHMUS_RETURN_IF_ERROR(kernels::Rope({.x = step.index_q,
-                                         .head_dim = dim,
-                                         .positions = step.inputs.positions,
-                                         .frequency = compressed_frequency_,
-                                         .arithmetic = arithmetic_},
-                                        step.exec));
-  step.Mark("index_query");
-  ISTHMUS_RETURN_IF_ERROR(kernels::IndexQuery(step.index_q, heads, dim, arithmetic_, step.exec));
-  step.Emit(layer, "index_q", step.index_q, {step.rows, heads, dim});
-  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim * heads)));
-  step.Mark("scale_rows");
-  ISTHMUS_RETURN_IF_ERROR(kernels::ScaleRows(
-      {.x = step.index_weights, .scale = scale, .arithmetic = arithmetic_}, step.exec));
+  const LayerWeights& w = LayerAt(layer);
+  const int64_t index_heads = config.index_n_heads;
+  const int64_t index_dim = config.index_head_dim;
+  const bool chooses = step.Chooses(w.ratio);
+  kernels::AttentionInputsArgs args = {
+      .heads = {.q = step.q,
+                .head_dim = config.head_dim,
+                .kv = step.kv,
+                .kv_weight = w.kv_norm,
+                .positions = step.inputs.positions,
+                .frequency = w.ratio == 0 ? plain_frequency_ : compressed_frequency_,
+                .epsilon = config.rms_norm_eps,
+                .arithmetic = arithmetic_},
+      .compressor = {},
+      .index_compressor = {},
+      .index_query = {}};
+  if (w.ratio != 0) args.compressor = CompressArgs(layer, step);
+  if (w.ratio == 4) args.index_compressor = CompressKeysArgs(layer, step);
+  if (chooses) {
+    const double size = static_cast<double>(index_dim * index_heads);
+    args.index_query = {.q = step.index_q,
+                        .weights = step.index_weights,
+                        .num_heads = index_heads,
+                        .dim = index_dim,
+                        .weight_scale = static_cast<float>(1.0 / std::sqrt(size)),
+                        .positions = step.inputs.positions,
+                        .frequency = compressed_frequency_,
+                        .arithmetic = arithmetic_};
+  }
+  const int64_t added = w.ratio != 0 ? CountNewEntries(step.batch, w.ratio) : 0;
+  MatrixView entries;
+  MatrixView keys;
+  if (step.has_tap() && added > 0) {
+    entries = step.Take(added, config.head_dim);
+    keys = step.Take(added, index_dim);
+    args.compressor->entries = entries.f32(0);
+    if (w.ratio == 4) args.index_compressor->entries = keys.f32(0);
+  }
+  step.Mark("attention_inputs");
+  ISTHMUS_RETURN_IF_ERROR(kernels::AttentionInputs(args, step.exec));
+  step.Emit(layer, "q", step.q, {step.rows, w.wq_b.rows / config.head_dim, config.head_dim});
+  step.Emit(layer, "kv", step.kv);
+  if (added > 0) step.Emit(layer, "compressed_kv", entries);
+  if (added > 0 && w.ratio == 4) step.Emit(layer, "index_keys", keys);
+  if (!chooses) return absl::OkStatus();
+  step.Emit(layer, "index_q", step.index_q, {step.rows, index_heads, index_dim});
   step.Emit(layer, "index_weights", step.index_weights);
   return absl::OkStatus();
 }
 
-// Specification 3.8: index keys of the entries, then the entries each query attends to.
+// Specification 3.8: the entries each query attends to.
 absl::Status ModelForward::Select(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
-  const LayerWeights& w = LayerAt(layer);
-  ISTHMUS_CHECK(w.indexer.has_value());
-  const IndexerWeights& indexer = *w.indexer;
-  const int64_t heads = config.index_n_heads;
-  const int64_t dim = config.index_head_dim;
-  const int64_t added = CountNewEntries(step.batch, w.ratio);
-  const MatrixView keys = step.has_tap() ? step.Take(added, dim) : MatrixView{};
-  const kernels::EntryPlane key_plane = layout_.Plane(kernels::kIndexKey, layer);
-  step.Mark("compressor.index");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Compressor({.u = step.index_u,
-                           .g = step.index_g,
-                           .ape = Ape(indexer.compressor),
-                           .norm_weight = indexer.compressor.norm,
-                           .frequency = compressed_frequency_,
-                           .dim = dim,
-                           .rope_dim = config.qk_rope_head_dim,
-                           .ratio = w.ratio,
-                           .epsilon = config.rms_norm_eps,
-                           .is_index_key = true,
-                           .sequences = step.inputs.sequences,
-                           .device_batch = step.inputs.device_batch,
-                           .entry_plane = key_plane,
-                           .entry_kind = kernels::kIndexKey,
-                           .state_plane = layout_.Plane(kernels::kIndexState, layer),
-                           .entries = static_cast<float*>(keys.data),
-                           .arithmetic = arithmetic_},
-                          step.exec));
-  if (step.has_tap() && added > 0) step.Emit(layer, "index_keys", keys);
-
-  const int64_t max_entries = step.MaxEntries(w.ratio);
+  const int64_t max_entries = step.MaxEntries(LayerAt(layer).ratio);
   // A tap wants the query of every row, those that have nothing to choose from included.
-  if (!step.Chooses(w.ratio)) return absl::OkStatus();
-  ISTHMUS_RETURN_IF_ERROR(QueryIndex(layer, step));
   if (max_entries == 0) return absl::OkStatus();
 
   step.max_selected = std::min<int64_t>(config.index_topk, max_entries);
@@ -290,12 +278,12 @@ absl::Status ModelForward::Select(int layer, Step& step) const {
   step.Mark("indexer");
   ISTHMUS_RETURN_IF_ERROR(kernels::Indexer({.q = step.index_q,
                                             .w = step.index_weights,
-                                            .num_heads = heads,
-                                            .dim = dim,
+                                            .num_heads = config.index_n_heads,
+                                            .dim = config.index_head_dim,
                                             .topk = step.max_selected,
                                             .sequences = step.inputs.sequences,
                                             .device_batch = step.inputs.device_batch,
-                                            .key_plane = key_plane,
+                                            .key_plane = layout_.Plane(kernels::kIndexKey, layer),
                                             .selected = step.selected,
                                             .scores = static_cast<float*>(scores.data),
                                             .scores_stride = max_entries,

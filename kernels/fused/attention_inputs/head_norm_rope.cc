@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Validation, the trusted path and the variant table of head_norm_rope.
-#include "kernels/fused/head_norm_rope/head_norm_rope.h"
+#include "kernels/fused/attention_inputs/head_norm_rope.h"
 
 #include "absl/strings/str_cat.h"
 #include "kernels/elementwise/elementwise.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope_variants.h"
+#include "kernels/fused/attention_inputs/head_norm_rope_variants.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::kernels {
-namespace {
 
-constexpr Patch kWarpPerHead = {
+const Patch kHeadNormRopeWarpPerHead = {
     .name = "head_norm_rope.warp_per_head",
     .summary =
         "Norm, rotation and round trip of all heads and of the latent entry in one launch, a head "
@@ -21,8 +20,9 @@ constexpr Patch kWarpPerHead = {
     .default_on = true,
     .bound = {NumericClass::kBitExact, /*factor=*/1.0, /*floor=*/0.0},
     .test = "HeadNormRopeTest",
-    .decision = "kernels/fused/head_norm_rope/decisions/0001-warp-per-head.md"};
-constexpr const Patch* kPatches[] = {&kWarpPerHead};
+    .decision = "kernels/fused/attention_inputs/decisions/0001-warp-per-head.md"};
+
+namespace {
 
 // A lane holds whole blocks of the round trip, and at most 16 elements.
 bool FitsWarps(const HeadNormRopeArgs& args) {
@@ -30,11 +30,13 @@ bool FitsWarps(const HeadNormRopeArgs& args) {
 }
 
 constexpr HeadNormRopeVariant kVariants[] = {
-    {&kWarpPerHead, kAnyCuda, FitsWarps, LaunchHeadNormRopeWarps},
+    {&kHeadNormRopeWarpPerHead, kAnyCuda, FitsWarps, LaunchHeadNormRopeWarps},
     {nullptr, {kArchCpu, kAnyCuda.end}, nullptr, LaunchHeadNormRopeInTurn},
 };
 
-absl::Status Validate(const HeadNormRopeArgs& args) {
+}  // namespace
+
+absl::Status ValidateHeadNormRope(const HeadNormRopeArgs& args) {
   const MatrixView& q = args.q;
   if (args.head_dim < 1 || q.cols % args.head_dim != 0 || args.kv.cols != args.head_dim ||
       args.kv.rows != q.rows || args.kv_weight.size != args.head_dim) {
@@ -61,9 +63,6 @@ absl::Status Validate(const HeadNormRopeArgs& args) {
   return absl::OkStatus();
 }
 
-}  // namespace
-
-std::span<const Patch* const> HeadNormRopePatches() { return kPatches; }
 std::span<const HeadNormRopeVariant> HeadNormRopeVariants() { return kVariants; }
 
 absl::Status LaunchHeadNormRopeInTurn(const HeadNormRopeArgs& args, const Exec& exec) {
@@ -95,7 +94,7 @@ absl::Status LaunchHeadNormRopeInTurn(const HeadNormRopeArgs& args, const Exec& 
 }
 
 absl::Status HeadNormRope(const HeadNormRopeArgs& args, const Exec& exec) {
-  ISTHMUS_RETURN_IF_ERROR(Validate(args));
+  ISTHMUS_RETURN_IF_ERROR(ValidateHeadNormRope(args));
   ISTHMUS_ASSIGN_OR_RETURN(const HeadNormRopeVariant* variant,
                            Choose(HeadNormRopeVariants(), args, exec));
   return variant->launch(args, exec);

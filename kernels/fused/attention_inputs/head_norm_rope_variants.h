@@ -5,7 +5,7 @@
 #include <span>
 
 #include "kernels/core/choose.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope.h"
+#include "kernels/fused/attention_inputs/head_norm_rope.h"
 
 namespace isthmus::kernels {
 
@@ -16,7 +16,9 @@ struct HeadNormRopeVariant {
   absl::Status (*launch)(const HeadNormRopeArgs&, const Exec&) = nullptr;
 };
 
+absl::Status ValidateHeadNormRope(const HeadNormRopeArgs& args);
 std::span<const HeadNormRopeVariant> HeadNormRopeVariants();
+extern const Patch kHeadNormRopeWarpPerHead;
 
 // One operation after another, on any architecture.
 absl::Status LaunchHeadNormRopeInTurn(const HeadNormRopeArgs& args, const Exec& exec);

@@ -38,6 +38,4 @@ struct HeadNormRopeArgs {
 
 absl::Status HeadNormRope(const HeadNormRopeArgs& args, const Exec& exec);
 
-std::span<const Patch* const> HeadNormRopePatches();
-
 }  // namespace isthmus::kernels

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every variant gives the bits of the operations one after another; refusals.
-#include "kernels/fused/head_norm_rope/head_norm_rope.h"
+#include "kernels/fused/attention_inputs/head_norm_rope.h"
 
 #include <ostream>
 #include <vector>
@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/core/formats.h"
 #include "kernels/elementwise/elementwise.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope_variants.h"
+#include "kernels/fused/attention_inputs/head_norm_rope_variants.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
 #include "kernels/testing/compare.h"

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Patch head_norm_rope.warp_per_head: norm, rotation and round trip of every head of q and of kv in
-// one launch. Bound by memory: q and kv are read and written once, 8 * tokens * (heads + 1) *
-// head_dim bytes. The operations and their order are those of the trusted path, so the same bits.
+// Norm, rotation and round trip of a head by a warp. The operations and their order are those of
+// the trusted path, so the same bits.
 //
 // A lane holds n = head_dim / 32 elements: lane l the elements 16 (n (l / 16) + j) + l % 16, so
 // that lanes i and i + 16 together have the chain of partial sum i of the CPU's sum of squares, the
 // first half of it and the second; and four neighbours j of a half warp are a block of 64.
+#pragma once
+
 #include "kernels/core/formats.h"
 #include "kernels/core/launch.cuh"
 #include "kernels/core/math.h"
-#include "kernels/fused/head_norm_rope/head_norm_rope_variants.h"
+#include "kernels/fused/attention_inputs/head_norm_rope.h"
 
-namespace isthmus::kernels {
-namespace {
+namespace isthmus::kernels::heads {
 
-constexpr int kWarps = 8;  // Heads of a block.
-constexpr int kMaxEach = 16;
-constexpr int kMaxPairs = 64;
+inline constexpr int kWarps = 8;  // Heads of a block.
+inline constexpr int kMaxEach = 16;
+inline constexpr int kMaxPairs = 64;
 
-struct WarpArgs {
+struct HeadParams {
   float* q;                  // [tokens, heads, head_dim]
   float* kv;                 // [tokens, head_dim], rows kv_stride apart
   const float* kv_weight;    // [head_dim]
@@ -31,8 +31,8 @@ struct WarpArgs {
 };
 
 // 1 / sqrt(mean(x^2) + epsilon), in all lanes.
-__device__ float NormScale(const float (&x)[kMaxEach], int n, int lane, int head_dim,
-                           float epsilon) {
+__device__ inline float NormScale(const float (&x)[kMaxEach], int n, int lane, int head_dim,
+                                  float epsilon) {
   float sum = 0.0f;
   for (int half = 0; half < 2; ++half) {
     if (lane / 16 == half) {
@@ -48,7 +48,7 @@ __device__ float NormScale(const float (&x)[kMaxEach], int n, int lane, int head
 }
 
 // The fp8 round trip of the blocks of 64 that end at or before element `end`.
-__device__ void RoundTripBlocks(float (&x)[kMaxEach], int n, int lane, int end) {
+__device__ inline void RoundTripBlocks(float (&x)[kMaxEach], int n, int lane, int end) {
 #pragma unroll
   for (int first = 0; first < kMaxEach; first += 4) {
     float amax = 0.0f;
@@ -66,22 +66,19 @@ __device__ void RoundTripBlocks(float (&x)[kMaxEach], int n, int lane, int end) 
   }
 }
 
-// Grid: [tokens, ceil((heads + 1) / kWarps)]. Block: kWarps warps; head `heads` is kv. Requires
-// head_dim % 128 == 0 and head_dim <= 512.
-__global__ __launch_bounds__(kWarps* kWarpLanes) void NormRopeWarpPerHead(
-    const __grid_constant__ WarpArgs args) {
+// Heads [first_head, first_head + kWarps) of token t, as far as there are any; head `heads` is kv.
+// By a whole block of kWarps warps, after WaitForPredecessor. Requires head_dim % 128 == 0 and
+// head_dim <= 512.
+__device__ __forceinline__ void NormRopeHeads(const HeadParams& args, int64_t t, int first_head) {
   __shared__ float cosine[kMaxPairs];
   __shared__ float sine[kMaxPairs];
-  LetSuccessorStart();
-  WaitForPredecessor();
-  const int64_t t = blockIdx.x;
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < args.pairs) {
     SinCos(static_cast<float>(args.positions[t]) * args.frequency[thread], &sine[thread],
            &cosine[thread]);
   }
   __syncthreads();
-  const int head = static_cast<int>(blockIdx.y) * kWarps + thread / kWarpLanes;
+  const int head = first_head + thread / kWarpLanes;
   if (head > args.heads) return;  // Whole warps leave together.
   const int lane = thread % kWarpLanes;
   const int n = args.head_dim / kWarpLanes;
@@ -118,27 +115,20 @@ __global__ __launch_bounds__(kWarps* kWarpLanes) void NormRopeWarpPerHead(
   }
 }
 
-}  // namespace
+// ---- The host's part
 
-absl::Status LaunchHeadNormRopeWarps(const HeadNormRopeArgs& args, const Exec& exec) {
-  if (args.q.rows == 0) return absl::OkStatus();
-  const int64_t heads = args.q.cols / args.head_dim;
-  const WarpArgs warp_args = {.q = args.q.f32(0),
-                              .kv = args.kv.f32(0),
-                              .kv_weight = args.kv_weight.f32(),
-                              .positions = args.positions.data(),
-                              .frequency = args.frequency.data(),
-                              .kv_stride = args.kv.row_stride,
-                              .heads = static_cast<int>(heads),
-                              .head_dim = static_cast<int>(args.head_dim),
-                              .pairs = static_cast<int>(args.frequency.size()),
-                              .epsilon = args.epsilon,
-                              .is_reference = args.arithmetic == Arithmetic::kReference};
-  return Launch("NormRopeWarpPerHead",
-                {.grid = dim3(static_cast<unsigned>(args.q.rows), CeilDiv(heads + 1, kWarps)),
-                 .block = dim3(kWarps * kWarpLanes),
-                 .overlaps_predecessor = true},
-                exec, NormRopeWarpPerHead, warp_args);
+inline HeadParams ParamsOf(const HeadNormRopeArgs& args) {
+  return {.q = args.q.f32(0),
+          .kv = args.kv.f32(0),
+          .kv_weight = args.kv_weight.f32(),
+          .positions = args.positions.data(),
+          .frequency = args.frequency.data(),
+          .kv_stride = args.kv.row_stride,
+          .heads = static_cast<int>(args.q.cols / args.head_dim),
+          .head_dim = static_cast<int>(args.head_dim),
+          .pairs = static_cast<int>(args.frequency.size()),
+          .epsilon = args.epsilon,
+          .is_reference = args.arithmetic == Arithmetic::kReference};
 }
 
-}  // namespace isthmus::kernels
+}  // namespace isthmus::kernels::heads
