@@ -84,10 +84,10 @@ class HostPage {
   }
   absl::Status Store() {
     if (is_on_host()) return absl::OkStatus();
-    ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool_.arena().device()));
-    ISTHMUS_RETURN_IF_ERROR(
-        kernels::CopyToDevice(pool_.address(page_), copy_.data(), pool_.page_bytes(), nullptr));
-    return kernels::DeviceStream().Synchronise();
+    return kv::OnEveryRank(pool_.arena(), [&](int rank) {
+      return kernels::CopyToDevice(pool_.address_of(rank, page_), copy_.data(), pool_.page_bytes(),
+                                   nullptr);
+    });
   }
 
  private:

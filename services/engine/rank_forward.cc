@@ -25,6 +25,16 @@ namespace {
 // Between the first refusal of a batch and the last.
 constexpr absl::Duration kGrace = absl::Milliseconds(200);
 
+// What steps work in.
+std::vector<const kv::Arena*> ArenasOf(kv::CachePool& pool) {
+  std::vector<const kv::Arena*> arenas;
+  for (int kind = 0; kind < kernels::kNumPagedKinds; ++kind) {
+    arenas.push_back(&pool.pages(static_cast<kernels::CacheKindIndex>(kind)).arena());
+  }
+  arenas.push_back(&pool.slots().arena());
+  return arenas;
+}
+
 std::byte* InCopy(const std::vector<CacheCopy>& caches, std::byte* address) {
   if (address == nullptr) return nullptr;
   for (const CacheCopy& cache : caches) {
@@ -38,16 +48,24 @@ std::byte* InCopy(const std::vector<CacheCopy>& caches, std::byte* address) {
 }  // namespace
 
 std::vector<CacheCopy> CopiesOf(kv::CachePool& whole, kv::CachePool& copy) {
+  const std::vector<const kv::Arena*> from = ArenasOf(whole);
+  const std::vector<const kv::Arena*> to = ArenasOf(copy);
   std::vector<CacheCopy> out;
-  const auto add = [&out](const kv::Arena& from, const kv::Arena& to) {
-    ISTHMUS_CHECK(from.bytes() == to.bytes());
-    if (from.bytes() > 0) out.push_back({from.data(), from.bytes(), to.data()});
-  };
-  for (int kind = 0; kind < kernels::kNumPagedKinds; ++kind) {
-    const auto index = static_cast<kernels::CacheKindIndex>(kind);
-    add(whole.pages(index).arena(), copy.pages(index).arena());
+  for (size_t i = 0; i < from.size(); ++i) {
+    ISTHMUS_CHECK(from[i]->bytes() == to[i]->bytes());
+    if (from[i]->bytes() > 0) out.push_back({from[i]->data(), from[i]->bytes(), to[i]->data()});
   }
-  add(whole.slots().arena(), copy.slots().arena());
+  return out;
+}
+
+std::vector<CacheCopy> CopiesOf(kv::CachePool& pool, int rank) {
+  std::vector<CacheCopy> out;
+  if (rank == 0) return out;
+  for (const kv::Arena* arena : ArenasOf(pool)) {
+    if (arena->bytes() == 0) continue;
+    ISTHMUS_CHECK(rank < arena->num_ranks());
+    out.push_back({arena->data(), arena->bytes(), arena->data_of(rank)});
+  }
   return out;
 }
 

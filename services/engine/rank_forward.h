@@ -31,6 +31,8 @@ struct CacheCopy {
 
 // The copies of one pool's pages and state slots in another of the same sizes.
 std::vector<CacheCopy> CopiesOf(kv::CachePool& whole, kv::CachePool& copy);
+// In the pool's own replicas; of rank 0, none.
+std::vector<CacheCopy> CopiesOf(kv::CachePool& pool, int rank);
 
 // One rank. The owner keeps everything alive.
 struct Rank {

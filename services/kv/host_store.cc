@@ -195,19 +195,21 @@ absl::Status WriteBlock(const kernels::KvLayout& layout, const PagedPools& pools
                         const BlockPages& pages, int64_t first_token, const HostBytes& block) {
   ISTHMUS_RETURN_IF_ERROR(CheckSum(block));
   ISTHMUS_CHECK(static_cast<int64_t>(block.bytes.size()) == BlockBytes(layout));
-  const int device = pools[0]->arena().device();
-  ISTHMUS_RETURN_IF_ERROR(Begin(device));
   int64_t start = 0;
   for (size_t k = 0; k < pages.size(); ++k) {
     if (pages[k] < 0) continue;
-    std::byte* const page = pools[k]->address(pages[k]);
-    ISTHMUS_RETURN_IF_ERROR(ForEachRun(
-        layout.kinds[k], first_token, start, [&](int64_t in_page, int64_t in_block, int64_t bytes) {
-          return Up(device, page + in_page, block.bytes.data() + in_block, bytes);
-        }));
+    const kv::Arena& arena = pools[k]->arena();
+    ISTHMUS_RETURN_IF_ERROR(OnEveryRank(arena, [&](int rank) {
+      std::byte* const page = pools[k]->address_of(rank, pages[k]);
+      return ForEachRun(layout.kinds[k], first_token, start,
+                        [&](int64_t in_page, int64_t in_block, int64_t bytes) {
+                          return Up(arena.device(), page + in_page, block.bytes.data() + in_block,
+                                    bytes);
+                        });
+    }));
     start += BytesOf(layout.kinds[k]);
   }
-  return End(device);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<SharedBytes> ReadPage(const PagePool& pool, int32_t page, int64_t bytes) {
@@ -226,10 +228,9 @@ absl::Status WritePage(PagePool& pool, int32_t page, const HostBytes& bytes) {
   ISTHMUS_RETURN_IF_ERROR(CheckSum(bytes));
   const auto size = static_cast<int64_t>(bytes.bytes.size());
   ISTHMUS_CHECK(size <= pool.page_bytes());
-  const int device = pool.arena().device();
-  ISTHMUS_RETURN_IF_ERROR(Begin(device));
-  ISTHMUS_RETURN_IF_ERROR(Up(device, pool.address(page), bytes.bytes.data(), size));
-  return End(device);
+  return OnEveryRank(pool.arena(), [&](int rank) {
+    return Up(pool.arena().device(), pool.address_of(rank, page), bytes.bytes.data(), size);
+  });
 }
 
 }  // namespace isthmus::kv

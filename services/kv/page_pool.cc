@@ -14,17 +14,25 @@
 
 namespace isthmus::kv {
 
-absl::StatusOr<Arena> Arena::Create(int64_t bytes, int device) {
+absl::StatusOr<Arena> Arena::Create(int64_t bytes, int device, std::span<const int> replicas) {
+  ISTHMUS_CHECK(device != kHostMemory || replicas.empty());
   Arena arena;
   arena.device_ = device;
   if (bytes == 0) return arena;
   if (device != kHostMemory) {
+    for (const int other : replicas) {
+      ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(other));
+      arena.replicas_.emplace_back().device = other;
+      ISTHMUS_ASSIGN_OR_RETURN(arena.replicas_.back().memory,
+                               kernels::DeviceBuffer::Allocate(bytes));
+    }
     ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(device));
     ISTHMUS_ASSIGN_OR_RETURN(arena.on_device_, kernels::DeviceBuffer::Allocate(bytes));
     arena.data_ = arena.on_device_.data();
     arena.bytes_ = bytes;
-    ISTHMUS_RETURN_IF_ERROR(kernels::FillDevice(arena.data_, 0, bytes, nullptr));
-    ISTHMUS_RETURN_IF_ERROR(kernels::DeviceStream().Synchronise());
+    ISTHMUS_RETURN_IF_ERROR(OnEveryRank(arena, [&](int rank) {
+      return kernels::FillDevice(arena.data_of(rank), 0, bytes, nullptr);
+    }));
     return arena;
   }
   void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
@@ -42,13 +50,15 @@ Arena::Arena(Arena&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
       device_(other.device_),
-      on_device_(std::move(other.on_device_)) {}
+      on_device_(std::move(other.on_device_)),
+      replicas_(std::move(other.replicas_)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(device_, other.device_);
   std::swap(on_device_, other.on_device_);
+  std::swap(replicas_, other.replicas_);
   return *this;
 }
 
@@ -57,12 +67,13 @@ Arena::~Arena() {
 }
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, int64_t page_bytes,
-                                                           int32_t num_pages, int device) {
+                                                           int32_t num_pages, int device,
+                                                           std::span<const int> replicas) {
   if (page_bytes < 0 || num_pages < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("page pool ", name, ": page_bytes ", page_bytes, ", num_pages ", num_pages));
   }
-  ISTHMUS_ASSIGN_OR_RETURN(Arena arena, Arena::Create(page_bytes * num_pages, device));
+  ISTHMUS_ASSIGN_OR_RETURN(Arena arena, Arena::Create(page_bytes * num_pages, device, replicas));
   return std::unique_ptr<PagePool>(
       new PagePool(std::move(name), page_bytes, num_pages, std::move(arena)));
 }
@@ -131,9 +142,9 @@ absl::Status PagePool::Clear(int32_t page) {
     std::memset(address(page), 0, static_cast<size_t>(page_bytes_));
     return absl::OkStatus();
   }
-  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(arena_.device()));
-  ISTHMUS_RETURN_IF_ERROR(kernels::FillDevice(address(page), 0, page_bytes_, nullptr));
-  return kernels::DeviceStream().Synchronise();
+  return OnEveryRank(arena_, [&](int rank) {
+    return kernels::FillDevice(address_of(rank, page), 0, page_bytes_, nullptr);
+  });
 }
 
 int32_t PagePool::num_free() const {

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/core/device.h"
 #include "services/base/mutex.h"
+#include "services/base/status_macros.h"
 
 namespace isthmus::kv {
 
@@ -26,10 +27,16 @@ inline constexpr int kHostMemory = -1;
 
 // Zero-filled memory. On the host it is aligned to a machine page, committed only when touched, and
 // registered with a transport as a whole; of a GPU it is taken at once.
+//
+// The ranks of a tensor-parallel group hold the same cache: rank 0 the arena itself, every further
+// rank a replica. Who writes into an arena by other means than a step of all ranks writes into the
+// replicas too (OnEveryRank); reading one is enough.
 class Arena {
  public:
   Arena() = default;
-  static absl::StatusOr<Arena> Create(int64_t bytes, int device = kHostMemory);
+  // `replicas`: the GPUs of the further ranks, for an arena on a GPU; numbers may repeat.
+  static absl::StatusOr<Arena> Create(int64_t bytes, int device = kHostMemory,
+                                      std::span<const int> replicas = {});
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
   ~Arena();
@@ -39,19 +46,45 @@ class Arena {
   // The GPU's number, or kHostMemory.
   int device() const { return device_; }
 
+  int num_ranks() const { return 1 + static_cast<int>(replicas_.size()); }
+  std::byte* data_of(int rank) const { return rank == 0 ? data_ : replica(rank).memory.data(); }
+  int device_of(int rank) const { return rank == 0 ? device_ : replica(rank).device; }
+
  private:
+  struct Replica {
+    int device = kHostMemory;
+    kernels::DeviceBuffer memory;
+  };
+  const Replica& replica(int rank) const { return replicas_[static_cast<size_t>(rank - 1)]; }
+
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
   int device_ = kHostMemory;
   kernels::DeviceBuffer on_device_;
+  std::vector<Replica> replicas_;
 };
+
+// Calls enqueue(rank), which returns a Status, for every rank of an arena, with its device the
+// calling thread's, and waits for what it enqueued on the default stream. The thread ends on the
+// device of rank 0. In host memory: one call.
+template <typename Enqueue>
+absl::Status OnEveryRank(const Arena& arena, Enqueue enqueue) {
+  if (arena.device() == kHostMemory) return enqueue(0);
+  for (int rank = arena.num_ranks() - 1; rank >= 0; --rank) {
+    ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(arena.device_of(rank)));
+    ISTHMUS_RETURN_IF_ERROR(enqueue(rank));
+    ISTHMUS_RETURN_IF_ERROR(kernels::DeviceStream().Synchronise());
+  }
+  return absl::OkStatus();
+}
 
 class PagePool {
  public:
-  // `num_pages` pages of `page_bytes` each. `name` appears in errors.
+  // `num_pages` pages of `page_bytes` each. `name` appears in errors. `replicas`: as in Arena.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, int64_t page_bytes,
                                                           int32_t num_pages,
-                                                          int device = kHostMemory);
+                                                          int device = kHostMemory,
+                                                          std::span<const int> replicas = {});
 
   // Takes `count` pages, all or none: ResourceExhausted says how many are wanted and free.
   absl::StatusOr<std::vector<int32_t>> Take(int64_t count);
@@ -72,6 +105,9 @@ class PagePool {
   absl::Status Clear(int32_t page);
 
   std::byte* address(int32_t page) const { return arena_.data() + page * page_bytes_; }
+  std::byte* address_of(int rank, int32_t page) const {
+    return arena_.data_of(rank) + page * page_bytes_;
+  }
   const Arena& arena() const { return arena_; }
   int64_t page_bytes() const { return page_bytes_; }
   int32_t num_pages() const { return static_cast<int32_t>(holders_.size()); }

@@ -214,7 +214,8 @@ void SequenceCache::Close() {
 absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLayout& layout,
                                                              int64_t num_tokens,
                                                              int32_t num_sequences, int device,
-                                                             const PrefixOptions& prefixes) {
+                                                             const PrefixOptions& prefixes,
+                                                             std::span<const int> replicas) {
   if (num_tokens <= 0 || num_sequences <= 0) {
     return absl::InvalidArgumentError(absl::StrCat("cache pool: num_tokens ", num_tokens,
                                                    ", num_sequences ", num_sequences,
@@ -224,17 +225,18 @@ absl::StatusOr<std::unique_ptr<CachePool>> CachePool::Create(const kernels::KvLa
   for (int k = 0; k < kNumPagedKinds; ++k) {
     const auto kind = static_cast<CacheKindIndex>(k);
     ISTHMUS_ASSIGN_OR_RETURN(
-        pool->pages_[k],
-        PagePool::Create(layout.kinds[kind].name, layout.kinds[kind].bytes(),
-                         static_cast<int32_t>(layout.PagesFor(kind, num_tokens)), device));
+        pool->pages_[k], PagePool::Create(layout.kinds[kind].name, layout.kinds[kind].bytes(),
+                                          static_cast<int32_t>(layout.PagesFor(kind, num_tokens)),
+                                          device, replicas));
   }
-  ISTHMUS_ASSIGN_OR_RETURN(
-      pool->slots_, PagePool::Create("state_slot", layout.state_slot_bytes, num_sequences, device));
-  ISTHMUS_RETURN_IF_ERROR(pool->CreatePrefixes(prefixes, num_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(pool->slots_, PagePool::Create("state_slot", layout.state_slot_bytes,
+                                                          num_sequences, device, replicas));
+  ISTHMUS_RETURN_IF_ERROR(pool->CreatePrefixes(prefixes, num_tokens, replicas));
   return pool;
 }
 
-absl::Status CachePool::CreatePrefixes(const PrefixOptions& options, int64_t num_tokens) {
+absl::Status CachePool::CreatePrefixes(const PrefixOptions& options, int64_t num_tokens,
+                                       std::span<const int> replicas) {
   if (options.num_snapshots == 0) return absl::OkStatus();
   if (options.num_snapshots < 0 || options.tails < 1 || options.snapshot_interval < 1 ||
       options.snapshot_interval % kPrefixBlockTokens != 0 || options.host_bytes < 0 ||
@@ -247,7 +249,7 @@ absl::Status CachePool::CreatePrefixes(const PrefixOptions& options, int64_t num
         ", the rest not negative"));
   }
   ISTHMUS_ASSIGN_OR_RETURN(snapshots_, PagePool::Create("snapshot", SnapshotBytes(layout_),
-                                                        options.num_snapshots, device()));
+                                                        options.num_snapshots, device(), replicas));
   PrefixIndex::Pools pools;
   pools.pages = paged_pools();
   pools.snapshots = snapshots_.get();

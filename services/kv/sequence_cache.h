@@ -98,13 +98,14 @@ class SequenceCache {
 class CachePool {
  public:
   // Pages for `num_tokens` tokens in all and state slots for `num_sequences` sequences. A kind
-  // that no layer has gets no pages. `device`: as in page_pool.h. `prefixes`: besides, a prefix
-  // index with its snapshots. InvalidArgument names the option that is out of range.
+  // that no layer has gets no pages. `device`, `replicas`: as in page_pool.h. `prefixes`: besides,
+  // a prefix index with its snapshots. InvalidArgument names the option that is out of range.
   static absl::StatusOr<std::unique_ptr<CachePool>> Create(const kernels::KvLayout& layout,
                                                            int64_t num_tokens,
                                                            int32_t num_sequences,
                                                            int device = kHostMemory,
-                                                           const PrefixOptions& prefixes = {});
+                                                           const PrefixOptions& prefixes = {},
+                                                           std::span<const int> replicas = {});
 
   // An empty sequence with a cleared state slot; ResourceExhausted when no slot is free.
   absl::StatusOr<SequenceCache> Open();
@@ -133,7 +134,8 @@ class CachePool {
   friend class SequenceCache;
 
   explicit CachePool(const kernels::KvLayout& layout) : layout_(layout) {}
-  absl::Status CreatePrefixes(const PrefixOptions& options, int64_t num_tokens);
+  absl::Status CreatePrefixes(const PrefixOptions& options, int64_t num_tokens,
+                              std::span<const int> replicas);
   absl::StatusOr<Pages> Take(const std::array<int64_t, kernels::kNumPagedKinds>& counts);
 
   const kernels::KvLayout layout_;
