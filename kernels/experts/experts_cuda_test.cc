@@ -276,7 +276,7 @@ TEST_P(ExpertsCudaTest, TakesManyTokens) {
 
 TEST_P(ExpertsCudaTest, TakesTheRealShape) {
   ISTHMUS_REQUIRE_DEVICE();
-  if (!IsRealDevice()) GTEST_SKIP() << "minutes in the emulator";
+  if (!testing::TestsRealShapes()) GTEST_SKIP() << "minutes in the emulator";
   for (const int64_t tokens : {1, 9}) {
     ExpertsCase c(WeightFormat::kMxfp4, tokens, 4096, 1024, 12, 3, false);
     ExpectRight(c, Arithmetic::kReference, TilesFor(GetParam()));

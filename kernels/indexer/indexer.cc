@@ -11,6 +11,7 @@
 #include "kernels/core/quantise.h"
 #include "kernels/core/sequence_check.h"
 #include "kernels/indexer/indexer_passes.h"
+#include "kernels/indexer/indexer_steps.h"
 #include "kernels/indexer/indexer_variants.h"
 #include "services/base/status_macros.h"
 
@@ -174,6 +175,40 @@ absl::Status Indexer(const IndexerArgs& args, const Exec& exec) {
                                                    args.device_batch != nullptr ? "set" : "null"));
   }
   return variant->launch(args, exec);
+}
+
+namespace {
+
+absl::Status ValidateStep(const IndexerArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateIndexer(args));
+  const bool has_batch = args.device_batch != nullptr;
+  if (!IsDevice(exec.arch) || !has_batch || args.scores == nullptr || args.q.rows > kMaxPassRows) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "indexer: one step alone needs a GPU, a device_batch, scores and at most ", kMaxPassRows,
+        " rows; architecture ", exec.arch, ", device_batch ", has_batch ? "set" : "null",
+        ", scores ", args.scores == nullptr ? "null" : "set", ", rows ", args.q.rows));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status IndexerScores(const IndexerArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateStep(args, exec));
+#if ISTHMUS_HAS_CUDA
+  const bool has_mma = IsActive(kMmaScores, exec) && KeysFillTiles(args);
+  if (args.q.rows > 0) return RunIndexerStep(args, exec, has_mma ? ScoreByMma : ScoreByThreads);
+#endif
+  return absl::OkStatus();
+}
+
+absl::Status IndexerSelection(const IndexerArgs& args, const Exec& exec) {
+  ISTHMUS_RETURN_IF_ERROR(ValidateStep(args, exec));
+#if ISTHMUS_HAS_CUDA
+  const bool has_radix = IsActive(kRadixTopK, exec);
+  if (args.q.rows > 0) return RunIndexerStep(args, exec, has_radix ? SelectByRadix : SelectByBits);
+#endif
+  return absl::OkStatus();
 }
 
 absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Arithmetic arithmetic,

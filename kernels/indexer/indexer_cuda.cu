@@ -23,7 +23,6 @@ constexpr int kQueryWarps = 4;
 // Scores of one pass. 128 MiB hold 4096 rows of a prompt that is 32K tokens long, and any decode
 // batch of 128 rows at a million tokens, so that only longer prefill chunks take several passes.
 constexpr int64_t kMaxScoreFloats = int64_t{32} << 20;
-constexpr int64_t kMaxRows = 65535;  // Of a grid's second dimension.
 
 // A thread scores one key: it decodes the key into its column of shared memory, which nobody else
 // reads, and walks the heads. Grid: [any, rows of the pass]. Block: kKeysPerBlock. Shared memory:
@@ -262,7 +261,7 @@ absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, Indexer
   const bool has_dump = pass.has_dump;
   const int64_t row_floats = (pass.bound + 3) / 4 * 4;
   const int64_t most = std::max<int64_t>(1, kMaxScoreFloats / std::max<int64_t>(1, row_floats));
-  const int64_t rows_per_pass = std::min({rows, most, kMaxRows});
+  const int64_t rows_per_pass = std::min({rows, most, kMaxPassRows});
   const bool has_scores = NeedsScores(pass.bound, args.topk, has_dump);
   Workspace::Scope scope(exec.workspace);
   float* scratch = nullptr;

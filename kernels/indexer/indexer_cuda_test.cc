@@ -13,6 +13,7 @@
 #include "kernels/core/emulator/emulator.h"
 #endif
 #include "kernels/indexer/indexer_batch.h"
+#include "kernels/indexer/indexer_steps.h"
 #include "kernels/testing/compare.h"
 #include "kernels/testing/variants.h"
 
@@ -79,7 +80,7 @@ std::vector<IndexerCase> Cases() {
        .parts = {{500, 2}, {10, 1}},
        .padding_rows = 1},
   };
-  if (IsRealDevice()) {
+  if (testing::TestsRealShapes()) {
     for (const int64_t topk : {512, 1024, 2048, 777}) {
       cases.push_back({.name = "Flash",
                        .heads = 64,
@@ -196,6 +197,30 @@ TEST(IndexerCudaStepsTest, ScoresByMmaAndSelectsByRadix) {
       EXPECT_EQ(SetOf(plain, t, c.topk), SetOf(got, t, c.topk)) << c.name << ", row " << t;
     }
   }
+}
+
+// The steps by themselves, as measurements call them, select what the operation does.
+TEST(IndexerCudaStepsTest, AloneDoWhatTheOperationDoes) {
+  ISTHMUS_REQUIRE_DEVICE();
+  const auto both = [](const IndexerArgs& args, const Exec& exec) -> absl::Status {
+    const absl::Status scored = IndexerScores(args, exec);
+    return scored.ok() ? IndexerSelection(args, exec) : scored;
+  };
+  TestDevice device(kPhaseDecode);
+  for (const bool is_on : {false, true}) {
+    const auto patches = PatchSet::Resolve(
+        IndexerPatches(), {{"indexer.mma_scores", is_on}, {"indexer.radix_top_k", is_on}});
+    ASSERT_TRUE(patches.ok()) << patches.status();
+    Exec exec = device.exec();
+    exec.patches = &*patches;
+    for (const IndexerCase& c : Cases()) {
+      if (c.arithmetic == Arithmetic::kMath) continue;
+      IndexerBatch batch(c, 19);
+      const IndexerOutput plain = batch.RunOnDevice(Indexer, false, device, exec);
+      EXPECT_EQ(batch.RunOnDevice(both, true, device, exec).selected, plain.selected) << c.name;
+    }
+  }
+  EXPECT_EQ(IndexerScores({}, device.exec()).code(), absl::StatusCode::kInvalidArgument);
 }
 
 // Keys and queries that make scores of every kind: equal, zero, infinite, NaN.

@@ -12,6 +12,8 @@
 
 namespace isthmus::kernels {
 
+inline constexpr int64_t kMaxPassRows = 65535;  // Of a grid's second dimension.
+
 // One pass, as kernels take it.
 struct IndexerPass {
   DeviceBatch batch;
@@ -44,6 +46,9 @@ using IndexerStep = absl::Status (*)(const IndexerPass& pass, const Exec& exec);
 absl::Status RunIndexerPasses(const IndexerArgs& args, const Exec& exec, IndexerStep score,
                               IndexerStep select);
 bool FitsOnePass(const IndexerArgs& args);
+// One step alone, over the caller's scores, without a dump's care for what lies beyond a row's
+// keys.
+absl::Status RunIndexerStep(const IndexerArgs& args, const Exec& exec, IndexerStep step);
 absl::Status ScoreByThreads(const IndexerPass& pass, const Exec& exec);
 absl::Status SelectByBits(const IndexerPass& pass, const Exec& exec);
 

@@ -205,7 +205,7 @@ TEST_P(LinearCudaTest, TakesNoTokens) {
 
 TEST_P(LinearCudaTest, StaysWithinItsBoundAtTheModelsShapes) {
   ISTHMUS_REQUIRE_DEVICE();
-  if (!IsRealDevice()) GTEST_SKIP() << "too large to emulate";
+  if (!testing::TestsRealShapes()) GTEST_SKIP() << "too large to emulate";
   TestDevice device;
   if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
   for (const ShapeCase& shape : kernels::testing::kRealLinears) {

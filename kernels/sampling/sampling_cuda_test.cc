@@ -143,13 +143,13 @@ TEST_P(SamplingCudaTest, DrawsTheTokensOfTheDefinition) {
   TestDevice device;
   if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
   for (const int64_t vocab : {1, 7, 600}) {
-    ExpectTheDefinitions(EveryKind(vocab, IsRealDevice() ? 50 : 3), device);
+    ExpectTheDefinitions(EveryKind(vocab, testing::TestsRealShapes() ? 50 : 3), device);
   }
 }
 
 TEST_P(SamplingCudaTest, DrawsFromARealVocabulary) {
   ISTHMUS_REQUIRE_DEVICE();
-  if (!IsRealDevice()) GTEST_SKIP() << "too large to emulate";
+  if (!testing::TestsRealShapes()) GTEST_SKIP() << "too large to emulate";
   TestDevice device;
   if (!CanRunHere(GetParam(), device.exec())) GTEST_SKIP() << "another architecture's";
   ExpectTheDefinitions(EveryKind(129280, 1), device);

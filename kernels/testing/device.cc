@@ -2,8 +2,14 @@
 #include "kernels/testing/device.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace isthmus::kernels::testing {
+
+bool TestsRealShapes() {
+  static const bool is_small = std::getenv("ISTHMUS_SMALL_SHAPES") != nullptr;
+  return IsRealDevice() && !is_small;
+}
 
 std::byte* DeviceSequences::Upload(std::byte* host, int64_t bytes) {
   for (const Copied& one : copied_) {

@@ -23,6 +23,10 @@
 
 namespace isthmus::kernels::testing {
 
+// Whether shapes of the model are tested, too: not in the emulator, and not where
+// ISTHMUS_SMALL_SHAPES is set, as it is under compute-sanitizer, which is as slow.
+bool TestsRealShapes();
+
 // A stream, a workspace and what an Exec needs of the device. Without a device it is empty, so that
 // a fixture may own one before ISTHMUS_REQUIRE_DEVICE() skips its test.
 class TestDevice {

@@ -144,7 +144,7 @@ class PostPreTest : public ::testing::TestWithParam<std::tuple<PostPreVariant, F
  protected:
   void SetUp() override {
     ISTHMUS_REQUIRE_DEVICE();
-    if (std::get<1>(GetParam()).needs_gpu && !IsRealDevice()) {
+    if (std::get<1>(GetParam()).needs_gpu && !testing::TestsRealShapes()) {
       GTEST_SKIP() << "needs a GPU for its size";
     }
   }
