@@ -99,6 +99,9 @@ void AddKernelCommand(CLI::App* bench, absl::Status& status) {
   command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
   command->add_option("--index-keys", flags->index_keys, "fp4, fp8 or bf16; as the arithmetic has");
   command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
+  command->add_option("--rows", flags->rows, "New tokens of each sequence; from 2: prefill")
+      ->capture_default_str();
+  command->add_flag("--trusted,!--no-trusted", flags->has_trusted, "Time the trusted path as well");
   command->add_option("--rounds", flags->rounds, "Interleaved")->capture_default_str();
   command->add_option("--replays", flags->replays, "In each round")->capture_default_str();
   command->add_option("--seconds", flags->seconds, "For the replays of one path, at most")

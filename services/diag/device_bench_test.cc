@@ -49,16 +49,21 @@ TEST(DeviceBenchTest, AStepOfTwoRanks) {
   ExpectWhole(*record);
 }
 
-TEST(DeviceBenchTest, AnOperationAndItsPatches) {
-  ISTHMUS_REQUIRE_DEVICE();
+KernelBenchFlags MiniatureOperation(const std::string& operation) {
   KernelBenchFlags flags;
-  flags.operation = "post_pre";
+  flags.operation = operation;
   flags.shape = "miniature";
   flags.layers = 2;
   flags.context = 8;
   flags.rounds = 1;
   flags.replays = 3;
   flags.seconds = 0.01;
+  return flags;
+}
+
+TEST(DeviceBenchTest, AnOperationAndItsPatches) {
+  ISTHMUS_REQUIRE_DEVICE();
+  KernelBenchFlags flags = MiniatureOperation("post_pre");
   const auto record = RunKernelBench(flags);
   ASSERT_TRUE(record.ok()) << record.status();
   const auto& results = (*record)["operations"][0]["results"];
@@ -66,6 +71,36 @@ TEST(DeviceBenchTest, AnOperationAndItsPatches) {
   EXPECT_EQ(results[0]["path"], "trusted");
   flags.operation = "all of them";
   EXPECT_EQ(RunKernelBench(flags).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(DeviceBenchTest, StepsOfTheIndexerAlone) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const char* operation : {"indexer.scores", "indexer.selection"}) {
+    KernelBenchFlags flags = MiniatureOperation(operation);
+    flags.context = 200;  // 50 keys, of which 16 are selected.
+    const auto record = RunKernelBench(flags);
+    ASSERT_TRUE(record.ok()) << record.status();
+    const auto& one = (*record)["operations"][0];
+    EXPECT_EQ(one["results"].size(), 2u);
+    EXPECT_EQ(one["operations"].get<int64_t>() > 0, one["operation"] == "indexer.scores");
+  }
+}
+
+TEST(DeviceBenchTest, RowsOfAPrompt) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const char* operation : {"attention.csa", "linear.wq_b", "post_pre.bf16"}) {
+    KernelBenchFlags flags = MiniatureOperation(operation);
+    flags.rows = 3;
+    flags.has_trusted = false;
+    const auto record = RunKernelBench(flags);
+    ASSERT_TRUE(record.ok()) << record.status();
+    const auto& one = (*record)["operations"][0];
+    ASSERT_GE(one["results"].size(), 1u) << operation;
+    for (const auto& result : one["results"]) {
+      EXPECT_NE(result["path"], "attention.split_mma");  // Of decode.
+      EXPECT_NE(result["path"], "trusted");
+    }
+  }
 }
 
 }  // namespace

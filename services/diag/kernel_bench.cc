@@ -40,12 +40,13 @@ absl::StatusOr<PatchSet> OnlyOn(absl::string_view name) {
   return PatchSet::Resolve(kernels::AllPatches(), config);
 }
 
-absl::StatusOr<std::vector<Choice>> ChoicesOf(const KernelCase& one) {
+absl::StatusOr<std::vector<Choice>> ChoicesOf(const KernelCase& one, uint32_t phase,
+                                              bool has_trusted) {
   std::vector<Choice> choices;
-  choices.push_back({.name = "trusted"});
+  if (has_trusted) choices.push_back({.name = "trusted"});
   for (const Patch* patch : kernels::AllPatches()) {
     for (const std::string& prefix : one.patch_prefixes) {
-      if (!absl::StartsWith(patch->name, prefix) || (patch->phases & kPhaseDecode) == 0) continue;
+      if (!absl::StartsWith(patch->name, prefix) || (patch->phases & phase) == 0) continue;
       choices.push_back({.name = std::string(patch->name)});
     }
   }
@@ -57,8 +58,9 @@ absl::StatusOr<std::vector<Choice>> ChoicesOf(const KernelCase& one) {
 
 absl::StatusOr<ordered_json> TimeCase(const KernelCase& one, const RandomModel& model,
                                       const CacheFlush& flush, const KernelBenchFlags& flags) {
-  ISTHMUS_ASSIGN_OR_RETURN(std::vector<Choice> choices, ChoicesOf(one));
   kernels::Exec exec = model.exec();
+  ISTHMUS_ASSIGN_OR_RETURN(std::vector<Choice> choices,
+                           ChoicesOf(one, exec.phase, flags.has_trusted));
   for (Choice& choice : choices) {
     exec.patches = &choice.patches;
     const auto chain = [&]() -> absl::Status {
@@ -80,29 +82,31 @@ absl::StatusOr<ordered_json> TimeCase(const KernelCase& one, const RandomModel& 
   ordered_json results = ordered_json::array();
   for (const Choice& choice : choices) {
     const double us = MedianOf(choice.us);
+    const double tflops = static_cast<double>(one.operations) / us / 1e6;
     std::cout << absl::StreamFormat(
-        "%-18s B %-4d %-34s %9.2f us a call, %7.1f GB/s, %5.1f %% of the floor of %.2f us\n",
-        one.name, flags.batch, choice.name, us, static_cast<double>(one.bytes) / us / 1e3,
+        "%-18s B %-4d %-34s %9.2f us a call, %7.1f GB/s, %6.1f TFLOP/s, %5.1f %% of the floor of "
+        "%.2f us\n",
+        one.name, flags.batch, choice.name, us, static_cast<double>(one.bytes) / us / 1e3, tflops,
         floor_us / us * 100.0, floor_us);
     std::cout.flush();
     results.push_back({{"path", choice.name},
                        {"us", us},
                        {"share_of_floor", floor_us / us},
+                       {"tflops", tflops},
                        {"graph_nodes", choice.graph.num_nodes()}});
   }
-  return ordered_json{{"operation", one.name},
-                      {"calls_in_chain", one.calls.size()},
-                      {"bytes", one.bytes},
-                      {"floor_us", floor_us},
-                      {"results", std::move(results)}};
+  return ordered_json{{"operation", one.name}, {"calls_in_chain", one.calls.size()},
+                      {"bytes", one.bytes},    {"operations", one.operations},
+                      {"floor_us", floor_us},  {"results", std::move(results)}};
 }
 
 absl::StatusOr<RandomModelOptions> OptionsOf(const KernelBenchFlags& flags) {
   RandomModelOptions options;
-  if (flags.layers < 1 || flags.layers > 43 || flags.batch < 1 || flags.context < 1) {
+  if (flags.layers < 1 || flags.layers > 43 || flags.batch < 1 || flags.context < 1 ||
+      flags.rows < 1) {
     return absl::InvalidArgumentError(absl::StrCat("layers ", flags.layers, " (1 to 43), batch ",
                                                    flags.batch, ", context ", flags.context,
-                                                   ": one is out of range"));
+                                                   ", rows ", flags.rows, ": one is out of range"));
   }
   options.config =
       flags.shape == "miniature" ? MiniatureConfig(flags.layers) : model::FlashConfig(flags.layers);
@@ -114,6 +118,7 @@ absl::StatusOr<RandomModelOptions> OptionsOf(const KernelBenchFlags& flags) {
   options.ranks = flags.tp;
   options.batch = flags.batch;
   options.context = flags.context;
+  options.rows = flags.rows;
   return options;
 }
 
@@ -131,6 +136,7 @@ absl::StatusOr<ordered_json> RunKernelBench(const KernelBenchFlags& flags) {
                          {"tp", flags.tp},
                          {"batch", flags.batch},
                          {"context", flags.context},
+                         {"rows", flags.rows},
                          {"arithmetic", flags.arithmetic},
                          {"experts", flags.experts},
                          {"index_keys", flags.index_keys},

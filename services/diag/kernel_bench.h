@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One operation at the shapes of V4-Flash on a GPU: a chain of calls on different cold data in one
-// graph, L2 flushed before each replay, the trusted path and each patch in interleaved rounds.
+// graph, L2 flushed before each replay, the trusted path and each patch in interleaved rounds. In
+// decode, or with more rows than one a sequence as in prefill.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@ struct KernelBenchFlags {
   int tp = 1;
   int64_t batch = 1;
   int64_t context = 32768;
+  int64_t rows = 1;  // New tokens of each sequence.
   std::string arithmetic = "reference";
   std::string experts = "nvfp4";
   std::string index_keys;
@@ -25,6 +27,7 @@ struct KernelBenchFlags {
   int rounds = 3;
   int replays = 12;  // In each round.
   double seconds = 2.0;
+  bool has_trusted = true;  // It is slow with many rows.
 };
 
 // "attention.csa, attention.hca, …"

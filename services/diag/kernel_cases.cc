@@ -13,7 +13,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/experts/experts.h"
 #include "kernels/fused/post_pre/post_pre.h"
-#include "kernels/indexer/indexer.h"
+#include "kernels/indexer/indexer_steps.h"
 #include "kernels/linear/linear.h"
 #include "kernels/random_fill/random_fill.h"
 #include "services/base/status_macros.h"
@@ -24,6 +24,7 @@ namespace {
 
 using kernels::Exec;
 using kernels::MatrixView;
+using kernels::RandomKind;
 using model::LayerWeights;
 
 // What the cases of a model share.
@@ -39,6 +40,10 @@ struct Bench {
   }
   kernels::Arithmetic arithmetic() const { return model.layout().geometry.arithmetic; }
   int64_t num_tokens() const { return model.inputs().max_tokens; }
+  // Tokens that every row of a chunk sees, itself among them.
+  int64_t shared_tokens() const {
+    return num_tokens() + 1 - model.device_batch().max_rows_per_sequence;
+  }
 };
 
 // `count` distinct numbers below `bound`, ascending.
@@ -61,7 +66,7 @@ absl::Status AddAttention(Bench& bench, int ratio) {
     const LayerWeights& w = bench.model.weights().views().layers[static_cast<size_t>(i)];
     if (w.ratio != ratio) continue;
     const int64_t heads = w.wq_b.rows / head_dim;
-    const int64_t visible = ratio == 0 ? 0 : bench.num_tokens() / ratio;
+    const int64_t visible = ratio == 0 ? 0 : bench.shared_tokens() / ratio;
     entries = ratio == 4 ? std::min<int64_t>(visible, config.index_topk) : visible;
     kernels::AttentionArgs args;
     ISTHMUS_ASSIGN_OR_RETURN(args.q, bench.memory->Matrix(bench.rows, heads * head_dim));
@@ -89,6 +94,8 @@ absl::Status AddAttention(Bench& bench, int ratio) {
       args.max_selected = entries;
     }
     bench.out.calls.push_back([args](const Exec& exec) { return kernels::Attention(args, exec); });
+    bench.out.operations = 4 * bench.rows * heads * head_dim *
+                           (std::min<int64_t>(bench.num_tokens(), config.sliding_window) + entries);
     const kernels::CacheKind& window = layout.kinds[kernels::kWindow];
     // As others count: the queries and the output in bf16.
     bench.out.bytes =
@@ -100,7 +107,11 @@ absl::Status AddAttention(Bench& bench, int ratio) {
   return absl::OkStatus();
 }
 
-absl::Status AddIndexer(Bench& bench) {
+// The operation, or one of its steps.
+absl::Status AddIndexer(Bench& bench,
+                        absl::Status (*operation)(const kernels::IndexerArgs&, const Exec&)) {
+  const bool is_scores = operation == kernels::IndexerScores;
+  const bool is_selection = operation == kernels::IndexerSelection;
   const model::ModelConfig& config = bench.config();
   const kernels::KvLayout& layout = bench.model.layout();
   for (int i = 0; i < config.num_hidden_layers; ++i) {
@@ -118,11 +129,30 @@ absl::Status AddIndexer(Bench& bench) {
         args.selected,
         bench.memory->Ids(std::vector<int32_t>(static_cast<size_t>(bench.rows * args.topk))));
     args.arithmetic = bench.arithmetic();
-    bench.out.calls.push_back([args](const Exec& exec) { return kernels::Indexer(args, exec); });
+    if (is_scores || is_selection) {
+      args.scores_stride = (entries + 3) / 4 * 4;
+      ISTHMUS_ASSIGN_OR_RETURN(const MatrixView scores,
+                               bench.memory->Matrix(bench.rows, args.scores_stride));
+      args.scores = scores.f32(0);
+    }
+    // Scores of random numbers would not lie on the grid that their selection relies on.
+    if (is_selection) {
+      Exec once = bench.model.exec();
+      ISTHMUS_RETURN_IF_ERROR(kernels::IndexerScores(args, once));
+    }
+    bench.out.calls.push_back(
+        [args, operation](const Exec& exec) { return operation(args, exec); });
     const kernels::CacheKind& keys = layout.kinds[kernels::kIndexKey];
-    bench.out.bytes = bench.rows * entries * (keys.entry_data_bytes + keys.entry_scale_bytes);
+    const int64_t all_keys = bench.rows * entries;
+    // Rows of a chunk share their keys.
+    bench.out.bytes = is_selection ? 4 * all_keys
+                                   : all_keys / bench.model.device_batch().max_rows_per_sequence *
+                                         (keys.entry_data_bytes + keys.entry_scale_bytes);
+    bench.out.operations = is_selection ? 0 : 2 * all_keys * args.num_heads * args.dim;
   }
-  bench.out.patch_prefixes = {"indexer."};
+  bench.out.patch_prefixes = {is_scores      ? "indexer.mma_scores"
+                              : is_selection ? "indexer.radix_top_k"
+                                             : "indexer."};
   return absl::OkStatus();
 }
 
@@ -156,22 +186,28 @@ absl::Status AddExperts(Bench& bench) {
       return StoredBytes(e.w1) + StoredBytes(e.w3) + StoredBytes(e.w2);
     };
     sum += touched * bytes(w.experts[0]) + bytes(w.shared);
+    bench.out.operations =
+        6 * bench.rows * (k * w.experts[0].w1.rows + w.shared.w1.rows) * config.hidden_size;
   }
   bench.out.bytes = sum / static_cast<int64_t>(bench.out.calls.size());
   bench.out.patch_prefixes = {"experts."};
   return absl::OkStatus();
 }
 
-absl::Status AddPostPre(Bench& bench) {
+absl::Status AddPostPre(Bench& bench, bool is_bf16) {
   const model::ModelConfig& config = bench.config();
   const int64_t hidden = config.hidden_size;
+  const auto activations = [&](int64_t cols) {
+    return is_bf16 ? bench.memory->Bf16Matrix(bench.rows, cols)
+                   : bench.memory->Matrix(bench.rows, cols);
+  };
   for (const LayerWeights& w : bench.model.weights().views().layers) {
     kernels::PostPreArgs args;
-    ISTHMUS_ASSIGN_OR_RETURN(args.post.y, bench.memory->Matrix(bench.rows, hidden));
-    ISTHMUS_ASSIGN_OR_RETURN(args.post.streams, bench.memory->Matrix(bench.rows, 4 * hidden));
+    ISTHMUS_ASSIGN_OR_RETURN(args.post.y, activations(hidden));
+    ISTHMUS_ASSIGN_OR_RETURN(args.post.streams, activations(4 * hidden));
     ISTHMUS_ASSIGN_OR_RETURN(args.post.post, bench.memory->Matrix(bench.rows, 4));
     ISTHMUS_ASSIGN_OR_RETURN(args.post.comb, bench.memory->Matrix(bench.rows, 16));
-    ISTHMUS_ASSIGN_OR_RETURN(args.pre.x, bench.memory->Matrix(bench.rows, hidden));
+    ISTHMUS_ASSIGN_OR_RETURN(args.pre.x, activations(hidden));
     args.post.out = args.post.streams;
     args.post.arithmetic = args.pre.arithmetic = bench.arithmetic();
     args.pre.streams = args.post.out;
@@ -184,8 +220,9 @@ absl::Status AddPostPre(Bench& bench) {
     args.pre.comb = args.post.comb;
     args.norm_weight = w.ffn_norm;
     bench.out.calls.push_back([args](const Exec& exec) { return kernels::PostPre(args, exec); });
-    // f32 streams read and written, y read, x written.
-    bench.out.bytes = StoredBytes(w.hc_ffn.fn) + bench.rows * 4 * hidden * (4 + 4 + 1 + 1);
+    // Streams read and written, y read, x written.
+    bench.out.bytes =
+        StoredBytes(w.hc_ffn.fn) + bench.rows * (is_bf16 ? 2 : 4) * hidden * (4 + 4 + 1 + 1);
   }
   bench.out.patch_prefixes = {"hyper_connection."};
   return absl::OkStatus();
@@ -217,6 +254,7 @@ absl::Status AddLinear(Bench& bench, const std::string& name) {
     auto args = std::make_shared<std::vector<kernels::LinearArgs>>();
     ISTHMUS_ASSIGN_OR_RETURN(MatrixView x, bench.memory->Matrix(bench.rows, matrices[0].cols));
     int64_t bytes = 0;
+    bench.out.operations = 0;
     for (const kernels::WeightView& matrix : matrices) {
       ISTHMUS_ASSIGN_OR_RETURN(const MatrixView out, bench.memory->Matrix(bench.rows, matrix.rows));
       // wo_a reads its input as it is; the others quantise it.
@@ -231,6 +269,7 @@ absl::Status AddLinear(Bench& bench, const std::string& name) {
                        .round_output = bench.is_reference(),
                        .input_is_quantised = is_quantised});
       bytes += StoredBytes(matrix);
+      bench.out.operations += 2 * bench.rows * matrix.rows * matrix.cols;
     }
     bench.out.bytes = bytes;
     bench.out.calls.push_back(
@@ -255,6 +294,19 @@ absl::StatusOr<MatrixView> CaseMemory::Matrix(int64_t rows, int64_t cols) {
   return kernels::F32Matrix(buffers_.back().as<float>(), rows, cols);
 }
 
+absl::StatusOr<MatrixView> CaseMemory::Bf16Matrix(int64_t rows, int64_t cols) {
+  ISTHMUS_ASSIGN_OR_RETURN(kernels::DeviceBuffer buffer,
+                           kernels::DeviceBuffer::Allocate(2 * rows * cols));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::RandomFill({.to = buffer.data(),
+                           .records = rows * cols,
+                           .first = {.kind = RandomKind::kBf16, .bytes = 2, .limit = 1.0f},
+                           .seed = ++seed_},
+                          exec_));
+  buffers_.push_back(std::move(buffer));
+  return MatrixView{buffers_.back().data(), kernels::DType::kBf16, rows, cols, cols};
+}
+
 absl::StatusOr<int32_t*> CaseMemory::Ids(const std::vector<int32_t>& ids) {
   const auto bytes = static_cast<int64_t>(4 * ids.size());
   ISTHMUS_ASSIGN_OR_RETURN(kernels::DeviceBuffer buffer, kernels::DeviceBuffer::Allocate(bytes));
@@ -265,10 +317,11 @@ absl::StatusOr<int32_t*> CaseMemory::Ids(const std::vector<int32_t>& ids) {
 }
 
 std::vector<std::string> CaseNames() {
-  return {"attention.csa", "attention.hca",    "attention.window",  "experts",
-          "indexer",       "post_pre",         "linear.wq_b",       "linear.wo_a",
-          "linear.wo_b",   "linear.wq_a_wkv",  "linear.compressor", "linear.gate",
-          "linear.head",   "linear.index_wq_b"};
+  return {"attention.csa",    "attention.hca",     "attention.window",  "experts",
+          "indexer",          "indexer.scores",    "indexer.selection", "post_pre",
+          "post_pre.bf16",    "linear.wq_b",       "linear.wo_a",       "linear.wo_b",
+          "linear.wq_a_wkv",  "linear.compressor", "linear.gate",       "linear.head",
+          "linear.index_wq_b"};
 }
 
 absl::StatusOr<KernelCase> MakeCase(const std::string& name, const RandomModel& model,
@@ -285,8 +338,11 @@ absl::StatusOr<KernelCase> MakeCase(const std::string& name, const RandomModel& 
   if (name == "attention.hca") status = AddAttention(bench, 128);
   if (name == "attention.window") status = AddAttention(bench, 0);
   if (name == "experts") status = AddExperts(bench);
-  if (name == "indexer") status = AddIndexer(bench);
-  if (name == "post_pre") status = AddPostPre(bench);
+  if (name == "indexer") status = AddIndexer(bench, kernels::Indexer);
+  if (name == "indexer.scores") status = AddIndexer(bench, kernels::IndexerScores);
+  if (name == "indexer.selection") status = AddIndexer(bench, kernels::IndexerSelection);
+  if (name == "post_pre") status = AddPostPre(bench, false);
+  if (name == "post_pre.bf16") status = AddPostPre(bench, true);
   if (name.rfind("linear.", 0) == 0) status = AddLinear(bench, name.substr(7));
   ISTHMUS_RETURN_IF_ERROR(status);
   ISTHMUS_RETURN_IF_ERROR(model.device().stream().Synchronise());

@@ -18,7 +18,8 @@ struct KernelCase {
   std::string name;
   // Patches of other operations do not touch it: what its patches' names begin with.
   std::vector<std::string> patch_prefixes;
-  int64_t bytes = 0;  // That a call must read or write.
+  int64_t bytes = 0;       // That a call must read or write.
+  int64_t operations = 0;  // Multiplications and additions of its products; 0: few.
   std::vector<std::function<absl::Status(const kernels::Exec&)>> calls;
 };
 
@@ -28,6 +29,7 @@ class CaseMemory {
   explicit CaseMemory(const kernels::Exec& exec) : exec_(exec) {}
 
   absl::StatusOr<kernels::MatrixView> Matrix(int64_t rows, int64_t cols);
+  absl::StatusOr<kernels::MatrixView> Bf16Matrix(int64_t rows, int64_t cols);
   absl::StatusOr<int32_t*> Ids(const std::vector<int32_t>& ids);
 
  private:

@@ -17,10 +17,10 @@ using kernels::EntryFormat;
 using kernels::RandomKind;
 using kernels::RandomPart;
 
-// Room for the token of the step.
+// Room for the tokens of the step.
 int64_t TokensPerSequence(const RandomModelOptions& options) {
   const int64_t page = options.page_tokens;
-  return (options.context + 1 + page - 1) / page * page;
+  return (options.context + options.rows + page - 1) / page * page;
 }
 
 // Scales of about 2^-6, so that values are near one.
@@ -52,7 +52,7 @@ absl::StatusOr<std::unique_ptr<RandomModel>> RandomModel::Create(
 
 kernels::Exec RandomModel::exec() const {
   kernels::Exec exec = device_->exec();
-  exec.phase = kPhaseDecode;
+  exec.phase = options_.rows > 1 ? kPhasePrefill : kPhaseDecode;
   exec.communicator = options_.communicator;
   return exec;
 }
@@ -126,33 +126,36 @@ absl::Status RandomModel::MakeBatch() {
   std::shuffle(ids.begin(), ids.end(), random);
   for (int64_t i = 0; i < options_.batch; ++i) {
     ISTHMUS_ASSIGN_OR_RETURN(kv::SequenceCache cache, pool_->Open());
-    ISTHMUS_RETURN_IF_ERROR(cache.Reserve(options_.context + 1));
+    ISTHMUS_RETURN_IF_ERROR(cache.Reserve(options_.context + options_.rows));
     ISTHMUS_RETURN_IF_ERROR(cache.SetNumTokens(options_.context));
     caches_.push_back(std::move(cache));
-    tokens_.push_back(ids[static_cast<size_t>(i) % ids.size()]);
-    sequences_.push_back(caches_.back().View(i, 1));
-    logit_rows_.push_back(i);
+    for (int64_t r = 0; r < options_.rows; ++r) {
+      tokens_.push_back(ids[static_cast<size_t>(i * options_.rows + r) % ids.size()]);
+    }
+    sequences_.push_back(caches_.back().View(i * options_.rows, options_.rows));
+    logit_rows_.push_back((i + 1) * options_.rows - 1);
   }
   batch_.tokens = tokens_;
   batch_.sequences = sequences_;
   batch_.logit_rows = logit_rows_;
-  const model::StepShape shape = {.rows = options_.batch,
+  const int64_t num_rows = options_.batch * options_.rows;
+  const model::StepShape shape = {.rows = num_rows,
                                   .sequences = options_.batch,
                                   .logit_rows = options_.batch,
-                                  .max_rows_per_sequence = 1,
-                                  .max_tokens = options_.context + 1};
+                                  .max_rows_per_sequence = options_.rows,
+                                  .max_tokens = options_.context + options_.rows};
   bool has_moved = false;
   ISTHMUS_RETURN_IF_ERROR(stage_.Load(batch_, shape, device_->exec().stream, &has_moved));
   const int64_t columns = weights_->views().head.rows;
   ISTHMUS_ASSIGN_OR_RETURN(logits_, kernels::DeviceBuffer::Allocate(4 * columns * options_.batch));
   device_batch_ = stage_.device_batch();
-  const auto rows = static_cast<size_t>(options_.batch);
-  inputs_.rows = options_.batch;
+  const auto sequences = static_cast<size_t>(options_.batch);
+  inputs_.rows = num_rows;
   inputs_.tokens = stage_.tokens();
-  inputs_.positions = {stage_.positions(), rows};
+  inputs_.positions = {stage_.positions(), static_cast<size_t>(num_rows)};
   inputs_.device_batch = &device_batch_;
   inputs_.max_tokens = shape.max_tokens;
-  inputs_.logit_rows = {stage_.logit_rows(), rows};
+  inputs_.logit_rows = {stage_.logit_rows(), sequences};
   inputs_.logits = kernels::F32Matrix(logits_.as<float>(), options_.batch, columns);
   return device_->stream().Synchronise();
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model with random weights and full caches on a GPU, ready for a decode step: what the
-// measurements of this folder stand on.
+// A model with random weights and full caches on a GPU, ready for a step: what the measurements of
+// this folder stand on.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,7 @@ struct RandomModelOptions {
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
   int64_t batch = 1;
   int64_t context = 4096;  // Tokens that every sequence has cached.
+  int64_t rows = 1;        // New tokens of each sequence: one in decode, more in prefill.
   // Of index keys; unset: the arithmetic's.
   std::optional<kernels::EntryFormat> index_key_format = std::nullopt;
   int page_tokens = 256;
@@ -43,12 +44,12 @@ class RandomModel {
   const model::ModelForward& forward() const { return *forward_; }
   const model::DeviceWeights& weights() const { return *weights_; }
   const model::DeviceContext& device() const { return *device_; }
-  // Of a decode step.
+  // Of the step: of decode with one row a sequence, else of prefill.
   kernels::Exec exec() const;
   const kernels::KvLayout& layout() const { return forward_->layout(); }
   int64_t cache_bytes() const;
 
-  // The inputs of a decode step of the whole batch, in device memory, and where its logits go.
+  // The inputs of a step of the whole batch, in device memory, and where its logits go.
   const model::ModelForward::StepInputs& inputs() const { return inputs_; }
   // Where the batch's sequences lie, in device memory.
   const kernels::DeviceBatch& device_batch() const { return device_batch_; }
