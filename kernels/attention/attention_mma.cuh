@@ -2,16 +2,16 @@
 // The parts of attention's tensor-core kernel (attention_split_mma.cu), which multiplies entries as
 // they are stored: head_dim 512 in eight blocks of 64 channels, seven of fp8 and one of bf16.
 //
-// A block of four warps takes up to 16 * kMTiles heads of one row and its keys in tiles of 32.
-// Warp w owns blocks 2w and 2w + 1 of the channels, in all three things: it copies that slice of
-// the tile's entries to shared memory, adds that slice's share of the scores, and adds up those
-// columns of the output. So the slices of a tile never cross warps, e4m3 codes are converted in
-// registers once per use, and what warps exchange is only shares of scores and the weights of keys.
+// A block of threads takes some heads of one row and its keys in tiles of 32, which it copies to
+// shared memory. A warp owns 16 heads or 32 and a slice of the channels, of one block or two, in
+// all that is multiplied: it adds that slice's share of the scores, and adds up those columns of
+// the output. So q and the output stay in registers, e4m3 codes are converted there once per use,
+// and what warps exchange is only shares of scores and the weights of keys.
 //
 //   mma operands   A: q and weights, rows are heads; B: keys, columns are keys (scores) or channels
 //   order of k     free, as long as A and B agree: a lane reads the 16 bytes of four steps at once
 //   scales         powers of two; on the scores they multiply the f32 sums, on the values they go
-//                  into the weights, relative to the largest seen (ValueScale)
+//                  into the weights, relative to the largest seen (ValueFactors)
 //
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m a tile of 16 heads, n a tile of 8 keys,
 // b a block of the warp's slice.
@@ -28,18 +28,14 @@ namespace isthmus::kernels::attention_mma {
 inline constexpr int kHeadDim = 512;
 inline constexpr int kNope = 448;
 inline constexpr int kEntryBytes = 576;
-inline constexpr int kWarps = 4;
-inline constexpr int kBf16Warp = 3;  // Its second block is the bf16 one.
-inline constexpr int kThreads = kWarps * kWarpLanes;
-inline constexpr int kTile = 32;  // Keys.
-inline constexpr int kKeyTiles = kTile / 8;
+inline constexpr int kNumBlocks = kHeadDim / kKvNopeBlock;  // Of channels; the last one is bf16.
+inline constexpr int kTile = 32;                            // Keys.
 inline constexpr int kTileBytes = kTile * kEntryBytes;
 inline constexpr int kEightBytes = 8 * kEntryBytes;
-inline constexpr int kStages = 2;
+inline constexpr int kStages = 3;
 inline constexpr int kScaleBytes = 8;
-inline constexpr int kKindTiles = 4;  // Tiles between the first step of a key and its use, and it.
-inline constexpr int kSliceChunks = 8;  // 16-byte pieces of two fp8 blocks.
 inline constexpr float kLog2E = 1.44269504f;
+inline constexpr int kUnset = -10000;  // An exponent before any has been seen.
 
 // Weights are stored as p * 2^kWeightShift with p <= 2^kLateness, so that f16 holds small ones to
 // full precision: 2^(7 + 8) is below 65504, and 2^-14 of it a key that counts for nothing.
@@ -50,62 +46,74 @@ inline constexpr float kLateness = 8.0f;
 // Rows to commit, that the tiles read before they are in the cache: of this chunk (prefill).
 inline constexpr int kChunkEntryBytes = kEntryBytes + 16;  // Data, then eight scale bytes.
 
-// Weights of a tile's keys as A fragments: [m][k16][half][lane][word].
-template <int kMTiles>
-using Weights = uint32_t[kMTiles][2][2][kWarpLanes][2];
-
-// The row that a decode step adds, encoded.
-struct AddedRow {
-  alignas(16) std::byte data[kEntryBytes];
-  alignas(16) std::byte scale[8];
+// How a block of threads divides its work: warp = group * kSlices + slice.
+template <int kSlicesOf, int kGroupsOf, int kMTilesOf>
+struct BlockShape {
+  static constexpr int kSlices = kSlicesOf;             // Of the channels.
+  static constexpr int kGroups = kGroupsOf;             // Of the heads.
+  static constexpr int kMTiles = kMTilesOf;             // A warp's heads, by 16.
+  static constexpr int kBlocks = kNumBlocks / kSlices;  // Of channels, a warp.
+  static_assert(kBlocks <= 2);
+  static constexpr int kWarps = kSlices * kGroups;
+  static constexpr int kThreads = kWarps * kWarpLanes;
+  static constexpr int kHeads = 16 * kMTiles * kGroups;
+  // Who weighs keys: a warp kOwned heads, kLanes lanes a head, kKeys keys a lane.
+  static constexpr int kOwned = kHeads / kWarps;
+  static constexpr int kLanes = kWarpLanes / kOwned;
+  static constexpr int kKeys = kTile / kLanes;
 };
 
-// A block's row and its keys, or one split of them. It lies in shared memory because the registers
-// are full.
+// What a warp adds up, and what it multiplies with.
+template <typename Shape>
+struct Sums {
+  float o[Shape::kBlocks][Shape::kMTiles][8][4] = {};
+};
+template <typename Shape>
+struct Queries {
+  uint32_t q[Shape::kBlocks][4][Shape::kMTiles][4];
+};
+
+// Where a key lies. Without data: nothing to copy, and with `is_added` nothing to clear either.
+struct alignas(16) Place {
+  const std::byte* data;
+  const std::byte* scale;
+};
+
+// A row's keys, or one split of them. It lies in shared memory, because registers are full.
 struct RowKeys {
-  int64_t row = 0;
-  const DeviceSequence* sequence = nullptr;
-  const int32_t* selected = nullptr;             // Of this row, or null.
+  const int32_t* selected = nullptr;  // Of this row, or null.
+  std::byte* const* pages = nullptr;
+  const std::byte* state = nullptr;
   const unsigned char* chunk_entries = nullptr;  // [rows][kChunkEntryBytes]; null: see kAddedRow.
-  int first_position = 0;                        // Of the window.
-  int num_window = 0;                            // Keys of the window, which come first.
+  int64_t row = 0;
+  int first_row = 0;       // Of the sequence's chunk.
+  int start_position = 0;  // Of the same.
+  int first_position = 0;  // Of the window.
+  int num_window = 0;      // Keys of the window, which come first.
+  int num_keys = 0;        // Up to the end of the split.
+  int first_tile = 0;
+  int num_tiles = 0;  // Of the split; 0: nothing to do.
   int splits = 0;
-  int num_keys = 0;  // Up to the end of the split.
-};
-
-// What an owner knows of its heads, a head in each group of four lanes.
-struct OwnedHeads {
-  float factor = 0.0f;  // From sums of q k to scores in powers of two.
-  float max = -INFINITY;
-  float sum = 0.0f;  // Of weights, of this lane's keys.
-};
-
-// How far the lanes have followed their keys, see attention_keys.cuh.
-struct KeyQueue {
-  int kind[kKindTiles][kThreads];
-  const std::byte* page[2][kThreads];
-  alignas(8) std::byte scales[2][kThreads][kScaleBytes];
+  int split = 0;
+  int first_head = 0;  // Of the block.
 };
 
 // Shared memory of a block.
-template <int kMTiles>
+template <typename Shape>
 struct Shared {
-  static constexpr int kOwners = 2 * kMTiles;  // Warps that own eight heads' scores each.
   unsigned char tile[kStages][kTileBytes];
-  float share[kOwners][kWarps][kWarpLanes][8];  // Of the scores.
-  Weights<kMTiles> weight_f16;
-  Weights<kMTiles> weight_bf16;
-  float key_factor[kWarps][2][kTile];       // [w][b]
-  uint16_t value_factor[kWarps][2][kTile];  // [w][b], f16
-  float head_max[kWarps][16 * kMTiles];
-  float rescale[16 * kMTiles];
-  float total[16 * kMTiles];
-  AddedRow added_row;
-  int largest_exponent[kWarps][2];  // [w][b]: of the scales seen, the unit of the output's sums.
+  float share[Shape::kSlices][Shape::kHeads][kTile];  // Of the scores, see ShareAt.
+  uint16_t weight_f16[Shape::kHeads][kTile];          // See WeightAt.
+  uint16_t weight_bf16[Shape::kHeads][kTile];
+  std::byte scales[kStages][kTile][kScaleBytes];
+  Place place[2][kTile];
+  alignas(16) std::byte added_data[kEntryBytes];  // The row that a decode step adds, encoded.
+  alignas(16) std::byte added_scale[kScaleBytes];
+  float unscale[Shape::kSlices][Shape::kHeads];  // Of shares, see ConvertQueries.
+  float rescale[Shape::kHeads];
+  float total[Shape::kHeads];
   RowKeys keys;
-  KeyQueue queue;
-  OwnedHeads heads[kOwners][kWarpLanes];
-  unsigned turn;
+  uint32_t valid[4];  // A bit for each key of a tile that is one.
 };
 
 // Where 16-byte piece `chunk` of entry `key` (0 to 7) of a tile's first eight lies; the other
@@ -115,24 +123,38 @@ __device__ __forceinline__ int TileOffset(int key, int chunk) {
   const int swizzle = chunk < 32 ? key & 6 : key & 2;
   return key * kEntryBytes + ((chunk ^ swizzle) * 16);
 }
+// The place of key `key` of a head's row of shares: heads g and keys 2t, 2t + 1 meet each bank
+// once.
+__device__ __forceinline__ int ShareAt(int head, int key) { return key ^ (8 * (head & 3)); }
+// The same for weights, of which ldmatrix reads eight keys of eight heads.
+__device__ __forceinline__ int WeightAt(int head, int key) { return key ^ (8 * (head >> 1 & 3)); }
 
 __device__ __forceinline__ uint4 ReadChunk(const unsigned char* tile, int eight, int offset) {
   return *reinterpret_cast<const uint4*>(tile + offset + eight * kEightBytes);
 }
 
-// The channel within a block that step `s` of four begins with, four channels a lane and step:
-// fp8 in 16 bytes of a lane, bf16 in two pieces of 8 channels.
-__device__ __forceinline__ int StepChannel(bool is_bf16, int t, int s) {
-  return is_bf16 ? 8 * t + 32 * (s / 2) + 4 * (s % 2) : 16 * t + 4 * s;
+template <typename Shape>
+__device__ __forceinline__ int SliceOf() {
+  return FreshThread() / kWarpLanes % Shape::kSlices;
+}
+template <typename Shape>
+__device__ __forceinline__ int GroupOf() {
+  return FreshThread() / kWarpLanes / Shape::kSlices;
+}
+// Whether block b of the slice is the bf16 one.
+template <typename Shape>
+__device__ __forceinline__ bool IsBf16(int slice, int b) {
+  return b == Shape::kBlocks - 1 && slice == Shape::kSlices - 1;
 }
 
 __device__ __forceinline__ float ClampedPower(int exponent) {
   return PowerOfTwo(exponent < -126 ? -126 : exponent > 127 ? 127 : exponent);
 }
 
-// Four values of q from channel `offset` of the whole matrix.
+// Four values of q from element `offset` of the whole matrix.
+template <bool kIsBf16>
 __device__ __forceinline__ float4 LoadQ(const DeviceAttention& args, int64_t offset) {
-  if (!args.is_q_bf16)
+  if constexpr (!kIsBf16)
     return *reinterpret_cast<const float4*>(static_cast<const float*>(args.q) + offset);
   const uint2 words =
       *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(args.q) + offset);
@@ -140,86 +162,87 @@ __device__ __forceinline__ float4 LoadQ(const DeviceAttention& args, int64_t off
                      __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000u));
 }
 
-// Four channels of q for step `s` of block `b` of the warp's slice; zero beyond the last head.
-__device__ __forceinline__ float4 LoadStep(const DeviceAttention& args, int64_t row, int head,
-                                           int b, int s) {
-  if (head >= args.num_heads) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int t = static_cast<int>(threadIdx.x) % 4;
-  const int d = (2 * warp + b) * 64 + StepChannel(warp == kBf16Warp && b == 1, t, s);
-  return LoadQ(args, row * args.q_stride + int64_t{head} * kHeadDim + d);
+// A warp's slice of q as it lies in memory: four channels for step s of block b, of head g + 8 h.
+template <typename Shape>
+struct RawQueries {
+  float4 x[Shape::kMTiles][2][Shape::kBlocks][4];
+};
+
+// The first channel of step `s` of four within a block: a lane has 16 bytes of fp8, or two pieces
+// of 8 channels of bf16.
+__device__ __forceinline__ int StepChannel(bool is_bf16, int t, int s) {
+  return is_bf16 ? 8 * t + 32 * (s / 2) + 4 * (s % 2) : 16 * t + 4 * s;
 }
 
-// The largest value of each head in the warp's slice of q, to head_max.
-template <int kMTiles>
-__device__ __forceinline__ void FindHeadMax(const DeviceAttention& args, int64_t row,
-                                            int first_head, Shared<kMTiles>& shared) {
+// All of it is on its way at once; zero beyond the last head.
+template <typename Shape, bool kIsBf16>
+__device__ __forceinline__ void LoadQueriesOf(const DeviceAttention& args, int64_t row,
+                                              int first_head, RawQueries<Shape>& raw) {
   const int lane = FreshLane();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int slice = SliceOf<Shape>();
 #pragma unroll
-  for (int eight = 0; eight < 2 * kMTiles; ++eight) {
-    const int h = 8 * eight + lane / 4;
-    float max = 0.0f;
+  for (int m = 0; m < Shape::kMTiles; ++m) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
-      max = fmaxf(max, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    for (int half = 0; half < 2; ++half) {
+      const int head =
+          first_head + 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + lane / 4;
+      const int64_t at =
+          row * args.q_stride + int64_t{head} * kHeadDim + slice * Shape::kBlocks * kKvNopeBlock;
+#pragma unroll
+      for (int b = 0; b < Shape::kBlocks; ++b) {
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          const int d = b * kKvNopeBlock + StepChannel(IsBf16<Shape>(slice, b), lane % 4, s);
+          raw.x[m][half][b][s] = head < args.num_heads ? LoadQ<kIsBf16>(args, at + d)
+                                                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      }
     }
-    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
-    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
-    if (lane % 4 == 0) shared.head_max[warp][h] = max;
+  }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void LoadQueries(const DeviceAttention& args, int64_t row,
+                                            int first_head, RawQueries<Shape>& raw) {
+  if (args.is_q_bf16) {
+    LoadQueriesOf<Shape, true>(args, row, first_head, raw);
+  } else {
+    LoadQueriesOf<Shape, false>(args, row, first_head, raw);
   }
 }
 
-// The warp's slice of q, to where its A fragments lie for a moment, in the memory of the tiles.
-// Each head is multiplied by a power of two that brings its largest value near 2^10, so that f16
-// holds it. Returns the inverse for the lane's head of those whose scores the warp owns. After a
-// barrier behind FindHeadMax, which has brought q to L1.
-template <int kMTiles>
-__device__ __forceinline__ float ConvertQueries(const DeviceAttention& args, int64_t row,
-                                                int first_head, Shared<kMTiles>& shared) {
-  static_assert(sizeof(shared.tile) >= kThreads * 8 * kMTiles * sizeof(uint4));
+// A fragments of q. The slice of each head is multiplied by a power of two that brings its largest
+// value near 2^10, so that f16 holds it.
+template <typename Shape>
+__device__ __forceinline__ void ConvertQueries(const RawQueries<Shape>& raw,
+                                               Queries<Shape>& queries, Shared<Shape>& shared) {
   const int lane = FreshLane();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  auto* fragments = reinterpret_cast<uint2*>(shared.tile);
-  float unscale = 0.0f;
-#pragma unroll 1
-  for (int eight = 0; eight < 2 * kMTiles; ++eight) {
-    const int h = 8 * eight + lane / 4;
-    const float max = fmaxf(fmaxf(shared.head_max[0][h], shared.head_max[1][h]),
-                            fmaxf(shared.head_max[2][h], shared.head_max[3][h]));
-    int shift = 10 - (static_cast<int>(__float_as_uint(max) >> 23) - 127);
-    shift = shift > 100 ? 100 : shift;
-    const float factor = PowerOfTwo(shift);
-    if (warp == eight) unscale = PowerOfTwo(-shift);
+  const int slice = SliceOf<Shape>();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = LoadStep(args, row, first_head + h, i / 4, i % 4);
-      const bool is_bf16 = warp == kBf16Warp && i >= 4;
-      fragments[((warp * 8 + i) * 2 * kMTiles + eight) * kWarpLanes + lane] =
-          is_bf16 ? make_uint2(Bf16Pair(v.x * factor, v.y * factor),
-                               Bf16Pair(v.z * factor, v.w * factor))
-                  : make_uint2(F16Pair(v.x * factor, v.y * factor),
-                               F16Pair(v.z * factor, v.w * factor));
-    }
-  }
-  return unscale;
-}
-
-// What the same warp has converted.
-template <int kMTiles>
-__device__ __forceinline__ void ReadQueries(const Shared<kMTiles>& shared,
-                                            uint32_t (&q)[2][4][kMTiles][4]) {
-  const int lane = FreshLane();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const auto* fragments = reinterpret_cast<const uint2*>(shared.tile);
+  for (int m = 0; m < Shape::kMTiles; ++m) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      float max = 0.0f;
 #pragma unroll
-    for (int eight = 0; eight < 2 * kMTiles; ++eight) {
-      const uint2 words = fragments[((warp * 8 + i) * 2 * kMTiles + eight) * kWarpLanes + lane];
-      q[i / 4][i % 4][eight / 2][eight % 2] = words.x;
-      q[i / 4][i % 4][eight / 2][eight % 2 + 2] = words.y;
+      for (int i = 0; i < 4 * Shape::kBlocks; ++i) {
+        const float4 v = raw.x[m][half][i / 4][i % 4];
+        max = fmaxf(max, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+      }
+      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
+      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+      int shift = 10 - (static_cast<int>(__float_as_uint(max) >> 23) - 127);
+      shift = shift > 100 ? 100 : shift;
+      const float factor = PowerOfTwo(shift);
+      const int head = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + lane / 4;
+      if (lane % 4 == 0) shared.unscale[slice][head] = PowerOfTwo(-shift);
+#pragma unroll
+      for (int i = 0; i < 4 * Shape::kBlocks; ++i) {
+        const float4 v = raw.x[m][half][i / 4][i % 4];
+        const float x = v.x * factor, y = v.y * factor, z = v.z * factor, w = v.w * factor;
+        const bool is_bf16 = IsBf16<Shape>(slice, i / 4);
+        queries.q[i / 4][i % 4][m][half] = is_bf16 ? Bf16Pair(x, y) : F16Pair(x, y);
+        queries.q[i / 4][i % 4][m][half + 2] = is_bf16 ? Bf16Pair(z, w) : F16Pair(z, w);
+      }
     }
   }
 }
@@ -240,8 +263,7 @@ __device__ __forceinline__ void AddFp8Scores(const unsigned char* tile, int bloc
     for (int i = 0; i < 2; ++i) {
       const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
       uint32_t k[2];
-      k[0] = F16PairOfE4m3(words[s]);
-      k[1] = F16PairOfE4m3(words[s] >> 16);
+      F16PairsOfE4m3(words[s], k[0], k[1]);
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) MmaF16(c[m][i], q[s][m], k);
     }
@@ -271,213 +293,184 @@ __device__ __forceinline__ void AddBf16Scores(const unsigned char* tile, int n,
   }
 }
 
-// Multiplies the columns of the two key tiles from `n` by their keys' factors.
+// The exponents of the scales of the warp's blocks of key `key`; 0 where there is no scale.
+template <typename Shape>
+struct Exponents {
+  int of[Shape::kBlocks];
+};
+template <typename Shape>
+__device__ __forceinline__ Exponents<Shape> ExponentsOf(const std::byte (&scales)[kTile][8],
+                                                        int key) {
+  const int slice = SliceOf<Shape>();
+  Exponents<Shape> out;
+#pragma unroll
+  for (int b = 0; b < Shape::kBlocks; ++b) {
+    const int byte = static_cast<int>(scales[key][Shape::kBlocks * slice + b]);
+    out.of[b] = IsBf16<Shape>(slice, b) ? 0 : byte - 127;
+  }
+  return out;
+}
+
+// The exponent, biased, by which sums of scores are multiplied behind each block, a byte a block.
+template <typename Shape>
+__device__ __forceinline__ uint32_t KeyFactors(const Exponents<Shape>& exponents) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int b = 0; b < Shape::kBlocks; ++b) {
+    int e = exponents.of[b];
+    if constexpr (Shape::kBlocks == 2) e -= b == 0 ? exponents.of[1] : 0;
+    e = e < -126 ? -126 : e > 127 ? 127 : e;
+    packed |= static_cast<uint32_t>(e + 127) << (8 * b);
+  }
+  return packed;
+}
+
+// Multiplies the columns of two key tiles by their keys' factors; factors[i][column].
 template <int kMTiles>
-__device__ __forceinline__ void ScaleScores(const float* factor, int n, float (&c)[kMTiles][2][4]) {
-  const int t = FreshLane() % 4;
+__device__ __forceinline__ void ScaleScores(const uint32_t (&factors)[2][2], int b,
+                                            float (&c)[kMTiles][2][4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 f = *reinterpret_cast<const float2*>(factor + 8 * (n + i) + 2 * t);
+    const float even = __uint_as_float((factors[i][0] >> (8 * b) & 0xffu) << 23);
+    const float odd = __uint_as_float((factors[i][1] >> (8 * b) & 0xffu) << 23);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      c[m][i][0] *= f.x;
-      c[m][i][1] *= f.y;
-      c[m][i][2] *= f.x;
-      c[m][i][3] *= f.y;
+      c[m][i][0] *= even;
+      c[m][i][1] *= odd;
+      c[m][i][2] *= even;
+      c[m][i][3] *= odd;
     }
   }
 }
 
-// The warp's share of the tile's scores, to their owners.
-template <int kMTiles>
-__device__ __forceinline__ void ShareScores(const unsigned char* tile,
-                                            const uint32_t (&q)[2][4][kMTiles][4],
-                                            Shared<kMTiles>& shared) {
+// The warp's share of a tile's scores, to their owners.
+template <typename Shape>
+__device__ __forceinline__ void ShareScores(const Queries<Shape>& queries, int stage,
+                                            Shared<Shape>& shared) {
+  constexpr int kMTiles = Shape::kMTiles;
   const int lane = FreshLane();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int slice = SliceOf<Shape>();
+  const unsigned char* tile = shared.tile[stage];
+  const uint32_t packed = KeyFactors<Shape>(ExponentsOf<Shape>(shared.scales[stage], lane));
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const int n = 2 * pair;
-    float c[kMTiles][2][4] = {};
-    AddFp8Scores<kMTiles>(tile, 2 * warp, n, q[0], c);
-    ScaleScores<kMTiles>(shared.key_factor[warp][0], n, c);
-    if (warp == kBf16Warp) {
-      AddBf16Scores<kMTiles>(tile, n, q[1], c);
-    } else {
-      AddFp8Scores<kMTiles>(tile, 2 * warp + 1, n, q[1], c);
+    uint32_t factors[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      factors[i / 2][i % 2] =
+          __shfl_sync(kFullWarp, packed, 8 * (n + i / 2) + 2 * (lane % 4) + i % 2);
     }
-    ScaleScores<kMTiles>(shared.key_factor[warp][1], n, c);
+    float c[kMTiles][2][4] = {};
+#pragma unroll
+    for (int b = 0; b < Shape::kBlocks; ++b) {
+      if (IsBf16<Shape>(slice, b)) {
+        AddBf16Scores<kMTiles>(tile, n, queries.q[b], c);
+      } else {
+        AddFp8Scores<kMTiles>(tile, Shape::kBlocks * slice + b, n, queries.q[b], c);
+      }
+      ScaleScores<kMTiles>(factors, b, c);
+    }
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int owner = 2 * m + half;
-        const float4 v = make_float4(c[m][0][2 * half], c[m][0][2 * half + 1], c[m][1][2 * half],
-                                     c[m][1][2 * half + 1]);
-        *reinterpret_cast<float4*>(&shared.share[owner][warp][lane][4 * pair]) = v;
+        const int head = 16 * (kMTiles * GroupOf<Shape>() + m) + 8 * half + lane / 4;
+        const float unscale = shared.unscale[slice][head];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float* to = &shared.share[slice][head][ShareAt(head, 8 * (n + i) + 2 * (lane % 4))];
+          *reinterpret_cast<float2*>(to) =
+              make_float2(c[m][i][2 * half] * unscale, c[m][i][2 * half + 1] * unscale);
+        }
       }
     }
   }
 }
 
-// Turns the shares of the warp's eight heads into weights. `valid` has a bit a key.
-template <int kMTiles>
-__device__ __forceinline__ void WeighKeys(Shared<kMTiles>& shared, uint32_t valid) {
+// What a lane knows of its owned head.
+struct OwnedHead {
+  float max = -INFINITY;
+  float sum = 0.0f;  // Of weights, of this lane's keys.
+};
+
+// kCount floats or f16 pairs between registers and memory aligned for all of them together.
+template <int kCount>
+__device__ __forceinline__ void AddShare(const float* from, float (&s)[kCount]) {
+  if constexpr (kCount == 2) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    s[0] += v.x;
+    s[1] += v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(from + i);
+      s[i] += v.x;
+      s[i + 1] += v.y;
+      s[i + 2] += v.z;
+      s[i + 3] += v.w;
+    }
+  }
+}
+template <int kPairs>
+__device__ __forceinline__ void StorePairs(const uint32_t (&pairs)[kPairs], uint16_t* to) {
+  if constexpr (kPairs == 1) {
+    *reinterpret_cast<uint32_t*>(to) = pairs[0];
+  } else if constexpr (kPairs == 2) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
+  } else {
+    *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+// Turns the shares of the lane's keys of its head into weights. `factor` turns sums of q k into
+// scores in powers of two; `valid` has a bit a key.
+template <typename Shape>
+__device__ __forceinline__ void WeighKeys(float factor, uint32_t valid, Shared<Shape>& shared,
+                                          OwnedHead& owned) {
+  constexpr int kKeys = Shape::kKeys;
   const int lane = FreshLane();
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int t = lane % 4;
-  OwnedHeads heads = shared.heads[warp][lane];
-  float s[8] = {};
+  const int head = Shape::kOwned * warp + lane / Shape::kLanes;
+  const int first = lane % Shape::kLanes * kKeys;
+  float s[kKeys] = {};
 #pragma unroll
-  for (int from = 0; from < kWarps; ++from) {
-    const float4 low = *reinterpret_cast<const float4*>(&shared.share[warp][from][lane][0]);
-    const float4 high = *reinterpret_cast<const float4*>(&shared.share[warp][from][lane][4]);
-    s[0] += low.x;
-    s[1] += low.y;
-    s[2] += low.z;
-    s[3] += low.w;
-    s[4] += high.x;
-    s[5] += high.y;
-    s[6] += high.z;
-    s[7] += high.w;
+  for (int slice = 0; slice < Shape::kSlices; ++slice) {
+    AddShare<kKeys>(&shared.share[slice][head][ShareAt(head, first)], s);
   }
   float max = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int key = 8 * (i / 2) + 2 * t + i % 2;
-    s[i] = (valid >> key & 1u) != 0 ? s[i] * heads.factor : -INFINITY;
+  for (int i = 0; i < kKeys; ++i) {
+    s[i] = (valid >> (first + i) & 1u) != 0 ? s[i] * factor : -INFINITY;
     max = fmaxf(max, s[i]);
   }
-  max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
-  max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+#pragma unroll
+  for (int lanes = 1; lanes < Shape::kLanes; lanes *= 2) {
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, lanes));
+  }
   float rescale = 1.0f;
-  if (max > heads.max + kLateness) {  // Also at first: -infinity is below everything.
-    rescale = FastExp2(heads.max - max);
-    heads.max = max;
+  if (max > owned.max + kLateness) {  // Also at first: -infinity is below everything.
+    rescale = FastExp2(owned.max - max);
+    owned.max = max;
   }
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    s[i] = FastExp2(s[i] - heads.max);
+  for (int i = 0; i < kKeys; ++i) {
+    s[i] = FastExp2(s[i] - owned.max);
     sum += s[i];
   }
-  heads.sum = fmaf(heads.sum, rescale, sum);
-  shared.heads[warp][lane] = heads;
-  if (t == 0) shared.rescale[8 * warp + lane / 4] = rescale;
+  owned.sum = fmaf(owned.sum, rescale, sum);
+  if (lane % Shape::kLanes == 0) shared.rescale[head] = rescale;
   constexpr float kShift = static_cast<float>(1 << kWeightShift);
+  uint32_t f16[kKeys / 2];
+  uint32_t bf16[kKeys / 2];
 #pragma unroll
-  for (int k16 = 0; k16 < 2; ++k16) {
-    const float* p = s + 4 * k16;
-    const uint2 f16 =
-        make_uint2(F16Pair(p[0] * kShift, p[1] * kShift), F16Pair(p[2] * kShift, p[3] * kShift));
-    const uint2 bf16 =
-        make_uint2(Bf16Pair(p[0] * kShift, p[1] * kShift), Bf16Pair(p[2] * kShift, p[3] * kShift));
-    *reinterpret_cast<uint2*>(shared.weight_f16[warp / 2][k16][warp % 2][lane]) = f16;
-    *reinterpret_cast<uint2*>(shared.weight_bf16[warp / 2][k16][warp % 2][lane]) = bf16;
+  for (int i = 0; i < kKeys / 2; ++i) {
+    f16[i] = F16Pair(s[2 * i] * kShift, s[2 * i + 1] * kShift);
+    bf16[i] = Bf16Pair(s[2 * i] * kShift, s[2 * i + 1] * kShift);
   }
-}
-
-// A fragments of 16 keys' weights.
-template <int kMTiles>
-__device__ __forceinline__ void ReadWeights(const Weights<kMTiles>& weight, int k16,
-                                            uint32_t (&p)[kMTiles][4]) {
-  const int lane = FreshLane();
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint2 words = *reinterpret_cast<const uint2*>(weight[m][k16][half][lane]);
-      p[m][half] = words.x;
-      p[m][half + 2] = words.y;
-    }
-  }
-}
-
-// o += p v over 16 keys and one fp8 block. o[m][j] holds columns 8 n + j of the block.
-template <int kMTiles>
-__device__ __forceinline__ void AddFp8Values(const unsigned char* tile, int block, int k16,
-                                             const uint16_t* factor,
-                                             const Weights<kMTiles>& weights,
-                                             float (&o)[kMTiles][8][4]) {
-  const int lane = FreshLane();
-  const int g = lane / 4;
-  const int key = 16 * k16 + 2 * (lane % 4);
-  const uint32_t low = *reinterpret_cast<const uint32_t*>(factor + key);
-  const uint32_t high = *reinterpret_cast<const uint32_t*>(factor + key + 8);
-  uint32_t p[kMTiles][4];
-  ReadWeights<kMTiles>(weights, k16, p);
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) p[m][i] = MultiplyF16Pair(p[m][i], i < 2 ? low : high);
-  }
-  // Keys 2t and 2t + 1 have one swizzle.
-  const unsigned char* even = tile + TileOffset(2 * (lane % 4), 4 * block + g / 2) + 8 * (g % 2);
-  uint2 codes[4];  // Eight channels of keys 2t, 2t + 1, 2t + 8 and 2t + 9.
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int eight = 2 * k16 + i / 2;
-    codes[i] = *reinterpret_cast<const uint2*>(even + eight * kEightBytes + i % 2 * kEntryBytes);
-  }
-#pragma unroll
-  for (int word = 0; word < 2; ++word) {
-    uint32_t v[2][4];  // [keys 2t, 2t + 8][channel]
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t a = word == 0 ? codes[2 * i].x : codes[2 * i].y;
-      const uint32_t b = word == 0 ? codes[2 * i + 1].x : codes[2 * i + 1].y;
-      const uint32_t first = __byte_perm(a, b, 0x5140);
-      const uint32_t second = __byte_perm(a, b, 0x7362);
-      v[i][0] = F16PairOfE4m3(first);
-      v[i][1] = F16PairOfE4m3(first >> 16);
-      v[i][2] = F16PairOfE4m3(second);
-      v[i][3] = F16PairOfE4m3(second >> 16);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t values[2] = {v[0][j], v[1][j]};
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) MmaF16(o[m][4 * word + j], p[m], values);
-    }
-  }
-}
-
-// The same for the bf16 block.
-template <int kMTiles>
-__device__ __forceinline__ void AddBf16Values(const unsigned char* tile, int k16,
-                                              const Weights<kMTiles>& weights,
-                                              float (&o)[kMTiles][8][4]) {
-  const int lane = FreshLane();
-  uint32_t p[kMTiles][4];
-  ReadWeights<kMTiles>(weights, k16, p);
-  const unsigned char* even = tile + TileOffset(2 * (lane % 4), 28 + lane / 4);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {  // Four channels at a time, for want of registers.
-    uint2 rows[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int eight = 2 * k16 + i / 2;
-      rows[i] = *reinterpret_cast<const uint2*>(even + eight * kEightBytes + i % 2 * kEntryBytes +
-                                                8 * half);
-    }
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      uint32_t v[2][2];  // [keys 2t, 2t + 8][channel]
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t a = word == 0 ? rows[2 * i].x : rows[2 * i].y;
-        const uint32_t b = word == 0 ? rows[2 * i + 1].x : rows[2 * i + 1].y;
-        v[i][0] = __byte_perm(a, b, 0x5410);
-        v[i][1] = __byte_perm(a, b, 0x7632);
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t values[2] = {v[0][j], v[1][j]};
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) MmaBf16(o[m][4 * half + 2 * word + j], p[m], values);
-      }
-    }
-  }
+  StorePairs<kKeys / 2>(f16, &shared.weight_f16[head][WeightAt(head, first)]);
+  StorePairs<kKeys / 2>(bf16, &shared.weight_bf16[head][WeightAt(head, first)]);
 }
 
 }  // namespace isthmus::kernels::attention_mma

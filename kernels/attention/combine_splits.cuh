@@ -1,110 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the last split of a row and group of heads adds up what all of them have left in memory, and
-// how outputs are written (attention_split_mma.cu).
+// How what the splits of a row have left in memory becomes its output, and how outputs are written
+// (attention_split_mma.cu).
 #pragma once
 
-#include "kernels/attention/attention_mma.cuh"
+#include "kernels/attention/attention_keys.cuh"
 
 namespace isthmus::kernels::attention_mma {
 
+inline constexpr int kMaxSplits = kWarpLanes;  // A lane each, where they are added up.
+
+// How blocks share the work: block = (row * max_splits + split) * groups + group.
+struct SplitPlan {
+  int groups = 1;             // Of heads.
+  int max_splits = 1;         // Per row.
+  float* values = nullptr;    // [row][max_splits][num_heads][kHeadDim], if max_splits > 1
+  float2* weights = nullptr;  // [row][max_splits][num_heads]: maximum and sum
+  const unsigned char* chunk_entries = nullptr;
+};
+
 // Eight values to 16-aligned memory.
-__device__ __forceinline__ void StoreEight(void* to, bool is_bf16, const float (&x)[8]) {
-  if (is_bf16) {
-    *static_cast<uint4*>(to) = make_uint4(Bf16Pair(x[0], x[1]), Bf16Pair(x[2], x[3]),
-                                          Bf16Pair(x[4], x[5]), Bf16Pair(x[6], x[7]));
-  } else {
-    static_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-    static_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
-  }
+__device__ __forceinline__ void StoreEight(float* to, const float (&x)[8]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-__device__ __forceinline__ void* OutputAt(const DeviceAttention& args, int64_t row, int head,
-                                          int d) {
+// Channels from `d` of a head's output. Reference arithmetic, which is all that comes here, has
+// them on the bf16 grid.
+template <int kCount>
+__device__ __forceinline__ void StoreOutput(const DeviceAttention& args, int64_t row, int head,
+                                            int d, const float (&x)[kCount]) {
   const int64_t at = row * args.out_stride + int64_t{head} * kHeadDim + d;
-  return args.is_out_bf16 ? static_cast<void*>(static_cast<uint16_t*>(args.out) + at)
-                          : static_cast<void*>(static_cast<float*>(args.out) + at);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const uint2 pairs = make_uint2(Bf16Pair(x[i], x[i + 1]), Bf16Pair(x[i + 2], x[i + 3]));
+    if (args.is_out_bf16) {
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.out) + at + i) = pairs;
+    } else {
+      *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at + i) =
+          make_float4(LowBf16(pairs.x), HighBf16(pairs.x), LowBf16(pairs.y), HighBf16(pairs.y));
+    }
+  }
 }
 
-// out = sum over splits of factor * values; factors: scratch[split][head].x. kStep heads of
-// kTogether splits are on their way at once: one after another, their latency would be most of a
-// small step.
-template <int kMTiles, int kStep, int kTogether>
-__device__ __forceinline__ void AddSplits(const DeviceAttention& args, int64_t row, int first_head,
-                                          int splits, const float* values, const float2* scratch) {
-  constexpr int kHeads = 16 * kMTiles;
+// The lane's split's factor of its values: lane s has split s, the lanes behind the last one 0.
+__device__ __forceinline__ float SplitFactor(float2 weight, float sink) {
+  const float max = WarpMax(weight.x);
+  const float p = FastExp2(weight.x - max);
+  const float total = WarpSum(p * weight.y) + FastExp2(sink - max);
+  return p / total;
+}
+
+constexpr int kCombineThreads = kHeadDim / 4;
+
+// out = sum over splits, in their order, of factor * values. A thread has four channels; kTogether
+// splits are on their way at once. Grid: rows * heads. Block: kCombineThreads. Shared memory: none.
+__global__ __launch_bounds__(kCombineThreads) void CombineSplits(DeviceAttention args,
+                                                                 SplitPlan plan) {
+  constexpr int kTogether = 10;
+  const auto heads = static_cast<unsigned>(args.num_heads);
+  const int64_t row = blockIdx.x / heads;
+  const int head = static_cast<int>(blockIdx.x % heads);
+  const RowKeys keys = KeysOf(args, row, 0, plan.max_splits, plan.chunk_entries);
+  const float sink = args.sink[head] * kLog2E;
+  WaitForPredecessor();
+  LetSuccessorStart();
+  if (keys.splits == 0) return;
+  const int lane = FreshLane();
+  const int64_t first = row * plan.max_splits * heads + head;
+  float2 weight = make_float2(-INFINITY, 0.0f);
+  if (lane < keys.splits) weight = __ldcg(plan.weights + first + int64_t{lane} * heads);
   const int d = 4 * static_cast<int>(threadIdx.x);
-#pragma unroll 1
-  for (int h = 0; h < kHeads; h += kStep) {
-    float4 sum[kStep] = {};
-#pragma unroll 1
-    for (int first = 0; first < splits; first += kTogether) {
-      float4 x[kTogether][kStep];
+  const float* values = plan.values + first * kHeadDim + d;
+  float factor = 0.0f;
+  float4 sum = {};
+  for (int s = 0; s < keys.splits; s += kTogether) {
+    float4 x[kTogether];
 #pragma unroll
-      for (int s = 0; s < kTogether; ++s) {
-#pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-          const bool is_there = first + s < splits && first_head + h + i < args.num_heads;
-          const int64_t at = int64_t{(first + s) * kHeads + h + i} * kHeadDim + d;
-          x[s][i] = is_there ? __ldcg(reinterpret_cast<const float4*>(values + at))
-                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-      }
-#pragma unroll
-      for (int s = 0; s < kTogether; ++s) {
-        if (first + s >= splits) break;
-#pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-          const float p = scratch[(first + s) * kHeads + h + i].x;
-          sum[i] = make_float4(fmaf(p, x[s][i].x, sum[i].x), fmaf(p, x[s][i].y, sum[i].y),
-                               fmaf(p, x[s][i].z, sum[i].z), fmaf(p, x[s][i].w, sum[i].w));
-        }
-      }
+    for (int i = 0; i < kTogether; ++i) {
+      x[i] = s + i < keys.splits ? __ldcg(reinterpret_cast<const float4*>(
+                                       values + (s + i) * int64_t{heads} * kHeadDim))
+                                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+    if (s == 0) factor = SplitFactor(weight, sink);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      if (first_head + h + i >= args.num_heads) continue;
-      void* to = OutputAt(args, row, first_head + h + i, d);
-      float4 x = sum[i];
-      if (args.is_reference) {
-        x = make_float4(RoundBf16(x.x), RoundBf16(x.y), RoundBf16(x.z), RoundBf16(x.w));
-      }
-      if (args.is_out_bf16) {
-        *static_cast<uint2*>(to) = make_uint2(Bf16Pair(x.x, x.y), Bf16Pair(x.z, x.w));
-      } else {
-        *static_cast<float4*>(to) = x;
-      }
+    for (int i = 0; i < kTogether; ++i) {
+      const float p = __shfl_sync(kFullWarp, factor, s + i);
+      sum = make_float4(fmaf(p, x[i].x, sum.x), fmaf(p, x[i].y, sum.y), fmaf(p, x[i].z, sum.z),
+                        fmaf(p, x[i].w, sum.w));
     }
   }
-}
-
-// Adds up the splits of a row and group of heads, in their order. By the whole block, in the memory
-// of `scratch`: [splits][heads].
-template <int kMTiles>
-__device__ void CombineSplits(const DeviceAttention& args, int64_t row, int first_head, int splits,
-                              const float* values, const float2* weights, float2* scratch) {
-  constexpr int kHeads = 16 * kMTiles;
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < splits * kHeads; i += kThreads) scratch[i] = __ldcg(weights + i);
-  __syncthreads();
-  if (thread < kHeads) {
-    const int head = first_head + thread;
-    const float sink = head < args.num_heads ? args.sink[head] * kLog2E : 0.0f;
-    float max = -INFINITY;
-    for (int s = 0; s < splits; ++s) max = fmaxf(max, scratch[s * kHeads + thread].x);
-    float total = FastExp2(sink - max);
-    for (int s = 0; s < splits; ++s) {
-      float2& one = scratch[s * kHeads + thread];
-      one.x = FastExp2(one.x - max);
-      total = fmaf(one.x, one.y, total);
-    }
-    for (int s = 0; s < splits; ++s) scratch[s * kHeads + thread].x /= total;
-  }
-  __syncthreads();
-  if (splits <= 2) {
-    AddSplits<kMTiles, 8, 2>(args, row, first_head, splits, values, scratch);
-  } else {
-    AddSplits<kMTiles, 4, 4>(args, row, first_head, splits, values, scratch);
-  }
+  const float out[4] = {sum.x, sum.y, sum.z, sum.w};
+  StoreOutput(args, row, head, d, out);
 }
 
 }  // namespace isthmus::kernels::attention_mma

@@ -177,6 +177,17 @@ __device__ __forceinline__ int FreshLane() {
 #endif
 }
 
+// The same of threadIdx.x.
+__device__ __forceinline__ int FreshThread() {
+#if ISTHMUS_EMULATED
+  return static_cast<int>(threadIdx.x);
+#else
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+#endif
+}
+
 // Folds within a warp, lanes in a fixed tree (16, 8, 4, 2, 1): all lanes hold the result.
 __device__ __forceinline__ float WarpSum(float x) {
   for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {

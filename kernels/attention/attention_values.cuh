@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a warp of attention's tensor-core kernel multiplies weights and values: its own columns of
+// the output, over a tile of keys (attention_mma.cuh, whose letters these are).
+#pragma once
+
+#include "kernels/attention/attention_mma.cuh"
+
+namespace isthmus::kernels::attention_mma {
+
+// Follows the maximum of each head, which the owners of scores have moved.
+template <typename Shape>
+__device__ __forceinline__ void RescaleValues(const Shared<Shape>& shared, Sums<Shape>& sums) {
+  const int g = FreshLane() / 4;
+  float rescale[Shape::kMTiles][2];
+  bool any = false;
+#pragma unroll
+  for (int m = 0; m < Shape::kMTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + g;
+      rescale[m][half] = shared.rescale[head];
+      any = any || rescale[m][half] != 1.0f;
+    }
+  }
+  if (__any_sync(kFullWarp, any ? 1 : 0) == 0) return;
+#pragma unroll
+  for (int b = 0; b < Shape::kBlocks; ++b) {
+#pragma unroll
+    for (int m = 0; m < Shape::kMTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums.o[b][m][j][i] *= rescale[m][i / 2];
+      }
+    }
+  }
+}
+
+// The factors of the lane's key for the values of the warp's blocks, as f16, a half word a block:
+// relative to the largest scale that the warp has seen for the block, which o follows.
+template <typename Shape>
+__device__ __forceinline__ uint32_t ValueFactors(const Exponents<Shape>& exponents, bool has_key,
+                                                 int (&largest_exponent)[Shape::kBlocks],
+                                                 Sums<Shape>& sums) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int b = 0; b < Shape::kBlocks; ++b) {
+    const int largest = __reduce_max_sync(kFullWarp, has_key ? exponents.of[b] : kUnset);
+    if (largest > largest_exponent[b]) {
+      const float rescale = ClampedPower(largest_exponent[b] - largest);
+#pragma unroll
+      for (int m = 0; m < Shape::kMTiles; ++m) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums.o[b][m][j][i] *= rescale;
+        }
+      }
+      largest_exponent[b] = largest;
+    }
+    const int down = largest_exponent[b] - exponents.of[b];
+    const uint32_t factor = !has_key || down > 24 ? 0u
+                            : down <= 14          ? static_cast<uint32_t>(15 - down) << 10
+                                                  : 1u << (24 - down);
+    packed |= factor << (16 * b);
+  }
+  return packed;
+}
+
+// A fragments of 16 keys' weights.
+template <typename Shape>
+__device__ __forceinline__ void ReadWeights(const uint16_t (&weight)[Shape::kHeads][kTile], int k16,
+                                            uint32_t (&p)[Shape::kMTiles][4]) {
+  const int lane = FreshLane();
+#pragma unroll
+  for (int m = 0; m < Shape::kMTiles; ++m) {
+    const int head = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + lane % 16;
+    LoadMatrix<4, false>(p[m], &weight[head][WeightAt(head, 16 * k16 + lane / 16 * 8)]);
+  }
+}
+
+// o += p v over 16 keys and one fp8 block. o[m][j] holds columns 8 n + j of the block. `low` and
+// `high`: the factors of keys 2t, 2t + 1 and 2t + 8, 2t + 9.
+template <int kMTiles>
+__device__ __forceinline__ void AddFp8Values(const unsigned char* tile, int block, int k16,
+                                             uint32_t low, uint32_t high,
+                                             const uint32_t (&weights)[kMTiles][4],
+                                             float (&o)[kMTiles][8][4]) {
+  const int lane = FreshLane();
+  const int g = lane / 4;
+  uint32_t p[kMTiles][4];
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[m][i] = MultiplyF16Pair(weights[m][i], i < 2 ? low : high);
+  }
+  // Keys 2t and 2t + 1 have one swizzle.
+  const unsigned char* even = tile + TileOffset(2 * (lane % 4), 4 * block + g / 2) + 8 * (g % 2);
+  uint2 codes[4];  // Eight channels of keys 2t, 2t + 1, 2t + 8 and 2t + 9.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int eight = 2 * k16 + i / 2;
+    codes[i] = *reinterpret_cast<const uint2*>(even + eight * kEightBytes + i % 2 * kEntryBytes);
+  }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    uint32_t v[2][4];  // [keys 2t, 2t + 8][channel]
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t a = word == 0 ? codes[2 * i].x : codes[2 * i].y;
+      const uint32_t b = word == 0 ? codes[2 * i + 1].x : codes[2 * i + 1].y;
+      F16PairsOfE4m3(__byte_perm(a, b, 0x5140), v[i][0], v[i][1]);
+      F16PairsOfE4m3(__byte_perm(a, b, 0x7362), v[i][2], v[i][3]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t values[2] = {v[0][j], v[1][j]};
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) MmaF16(o[m][4 * word + j], p[m], values);
+    }
+  }
+}
+
+// The same for the bf16 block.
+template <int kMTiles>
+__device__ __forceinline__ void AddBf16Values(const unsigned char* tile, int k16,
+                                              const uint32_t (&p)[kMTiles][4],
+                                              float (&o)[kMTiles][8][4]) {
+  const int lane = FreshLane();
+  const unsigned char* even = tile + TileOffset(2 * (lane % 4), 28 + lane / 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // Four channels at a time, for want of registers.
+    uint2 rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int eight = 2 * k16 + i / 2;
+      rows[i] = *reinterpret_cast<const uint2*>(even + eight * kEightBytes + i % 2 * kEntryBytes +
+                                                8 * half);
+    }
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t v[2][2];  // [keys 2t, 2t + 8][channel]
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t a = word == 0 ? rows[2 * i].x : rows[2 * i].y;
+        const uint32_t b = word == 0 ? rows[2 * i + 1].x : rows[2 * i + 1].y;
+        v[i][0] = __byte_perm(a, b, 0x5410);
+        v[i][1] = __byte_perm(a, b, 0x7632);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t values[2] = {v[0][j], v[1][j]};
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) MmaBf16(o[m][4 * half + 2 * word + j], p[m], values);
+      }
+    }
+  }
+}
+
+// Adds a tile's values. `valid` has a bit for each key that is one.
+template <typename Shape>
+__device__ __forceinline__ void AddTileValues(int stage, uint32_t valid,
+                                              const Shared<Shape>& shared,
+                                              int (&largest_exponent)[Shape::kBlocks],
+                                              Sums<Shape>& sums) {
+  const int lane = FreshLane();
+  const int slice = SliceOf<Shape>();
+  RescaleValues<Shape>(shared, sums);
+  const uint32_t packed = ValueFactors<Shape>(ExponentsOf<Shape>(shared.scales[stage], lane),
+                                              (valid >> lane & 1u) != 0, largest_exponent, sums);
+#pragma unroll
+  for (int k16 = 0; k16 < 2; ++k16) {
+    uint32_t of_key[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      of_key[i] = __shfl_sync(kFullWarp, packed, 16 * k16 + 2 * (lane % 4) + 8 * (i / 2) + i % 2);
+    }
+#pragma unroll
+    for (int b = 0; b < Shape::kBlocks; ++b) {
+      uint32_t p[Shape::kMTiles][4];
+      if (IsBf16<Shape>(slice, b)) {
+        ReadWeights<Shape>(shared.weight_bf16, k16, p);
+        AddBf16Values<Shape::kMTiles>(shared.tile[stage], k16, p, sums.o[b]);
+      } else {
+        ReadWeights<Shape>(shared.weight_f16, k16, p);
+        const unsigned selector = b == 0 ? 0x5410 : 0x7632;
+        AddFp8Values<Shape::kMTiles>(shared.tile[stage], Shape::kBlocks * slice + b, k16,
+                                     __byte_perm(of_key[0], of_key[1], selector),
+                                     __byte_perm(of_key[2], of_key[3], selector), p, sums.o[b]);
+      }
+    }
+  }
+}
+
+}  // namespace isthmus::kernels::attention_mma
