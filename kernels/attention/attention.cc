@@ -57,11 +57,23 @@ constexpr Patch kPrefillMma = {
     .test = "AttentionCudaTest",
     .decision = "kernels/attention/decisions/0001-split-mma.md"};
 
-constexpr const Patch* kPatches[] = {&kSplitMma, &kPrefillMma};
+constexpr Patch kPrefillWidened = {
+    .name = "attention.prefill_widened",
+    .summary =
+        "Prefill on tensor cores with a block per row and 64 heads, which widens each entry to "
+        "bf16 once, scale and all, so that nothing but products is left to its warps.",
+    .phases = kPhasePrefill,
+    .default_on = false,
+    .bound = kMmaBound,
+    .test = "AttentionCudaTest",
+    .decision = "kernels/attention/decisions/0002-widened-prefill.md"};
+
+constexpr const Patch* kPatches[] = {&kSplitMma, &kPrefillWidened, &kPrefillMma};
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr AttentionVariant kVariants[] = {
     {&kSplitMma, kSm90Up, SupportsAttentionMma, LaunchAttentionMma},
+    {&kPrefillWidened, kSm90Up, SupportsAttentionMma, LaunchAttentionPrefill},
     {&kPrefillMma, kSm90Up, SupportsAttentionMma, LaunchAttentionMma},
     {nullptr, kAnyCuda, nullptr, LaunchAttentionCuda},
     {nullptr, kCpuOnly, nullptr, LaunchAttentionCpu},

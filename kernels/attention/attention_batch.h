@@ -39,6 +39,9 @@ class AttentionBatch {
       }
       if (c.max_selected > 0) one.SelectSome(c.max_selected, sequence_seed + 9);
       one.sink = sequences_[0]->sink;  // One layer's.
+      if (c.shape.arithmetic == Arithmetic::kReference) {  // As RoPE leaves them.
+        for (float& value : one.q) value = RoundBf16(value);
+      }
       sequence_seed += 20;
     }
   }

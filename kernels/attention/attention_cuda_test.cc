@@ -39,7 +39,7 @@ std::vector<Case> Cases() {
       {"Hca", {32, 512, 64, 128, 128, kReference}, {{4000, 1}, {100, 1}}, 0, 0},
       {"CsaPrefill", {16, 512, 64, 128, 4, kReference}, {{0, 9}, {254, 5}}, 24, 1},
   };
-  if (IsRealDevice()) {
+  if (testing::TestsRealShapes()) {
     cases.push_back({"Csa64", {64, 512, 64, 128, 4, kReference}, {{10, 1}, {32000, 1}}, 512, 0});
     cases.push_back({"Csa2048", {64, 512, 64, 128, 4, kReference}, {{16000, 1}}, 2048, 0});
     cases.push_back({"LongHca", {64, 512, 64, 128, 128, kReference}, {{102400, 1}, {9, 1}}, 0, 3});

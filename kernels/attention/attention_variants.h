@@ -26,7 +26,10 @@ absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec);
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchAttentionCuda(const AttentionArgs& args, const Exec& exec);
 absl::Status LaunchAttentionMma(const AttentionArgs& args, const Exec& exec);
+absl::Status LaunchAttentionPrefill(const AttentionArgs& args, const Exec& exec);
 #else
+inline constexpr absl::Status (*LaunchAttentionPrefill)(const AttentionArgs&,
+                                                        const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchAttentionMma)(const AttentionArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchAttentionCuda)(const AttentionArgs&, const Exec&) = nullptr;
 #endif
