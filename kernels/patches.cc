@@ -8,6 +8,7 @@
 #include "kernels/compressor/compressor.h"
 #include "kernels/experts/experts.h"
 #include "kernels/fused/attention_inputs/attention_inputs.h"
+#include "kernels/fused/expert_choice/expert_choice.h"
 #include "kernels/fused/post_pre/post_pre.h"
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/indexer/indexer.h"
@@ -20,8 +21,8 @@ std::span<const Patch* const> AllPatches() {
     std::vector<const Patch*> all;
     for (const std::span<const Patch* const> some :
          {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
-          AttentionInputsPatches(), PostPrePatches(), HyperConnectionPatches(), IndexerPatches(),
-          LinearPatches()}) {
+          AttentionInputsPatches(), ExpertChoicePatches(), PostPrePatches(),
+          HyperConnectionPatches(), IndexerPatches(), LinearPatches()}) {
       all.insert(all.end(), some.begin(), some.end());
     }
     return all;

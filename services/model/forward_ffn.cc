@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The FFN half of a layer (model specification 2.2, 5): gate and experts.
 #include "kernels/experts/experts.h"
-#include "kernels/gate/gate.h"
-#include "kernels/linear/linear.h"
+#include "kernels/fused/expert_choice/expert_choice.h"
 #include "services/base/status_macros.h"
 #include "services/model/forward_step.h"
 
@@ -22,21 +21,20 @@ absl::Status ModelForward::FfnHalf(int layer, Step& step) const {
   const MatrixView scores = step.Take(step.rows, config.n_routed_experts);
   const MatrixView weights = step.Take(step.rows, k);
   auto* ids = step.scope.Take<int32_t>(step.rows * k);
-  step.Mark("linear.gate");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Linear({.x = step.x, .weight = w.gate, .out = scores}, step.exec));
-  step.Mark("gate");
-  ISTHMUS_RETURN_IF_ERROR(
-      kernels::Gate({.logits = scores,
-                     .scores = scores,
-                     .bias = w.gate_bias,
-                     .hash_ids = w.hash_ids,
-                     .token_ids = {step.inputs.tokens, static_cast<size_t>(step.rows)},
-                     .k = k,
-                     .route_scale = config.routed_scaling_factor,
-                     .ids = ids,
-                     .weights = weights.f32(0)},
-                    step.exec));
+  step.Mark("expert_choice");
+  ISTHMUS_RETURN_IF_ERROR(kernels::ExpertChoice(
+      {.x = step.x,
+       .weight = w.gate,
+       .gate = {.logits = scores,
+                .scores = scores,
+                .bias = w.gate_bias,
+                .hash_ids = w.hash_ids,
+                .token_ids = {step.inputs.tokens, static_cast<size_t>(step.rows)},
+                .k = k,
+                .route_scale = config.routed_scaling_factor,
+                .ids = ids,
+                .weights = weights.f32(0)}},
+      step.exec));
   step.Emit(layer, "router_scores", scores);
   step.Emit(layer, "router_ids", {ids, kernels::DType::kI32, step.rows, k, k});
   step.Emit(layer, "router_weights", weights);
