@@ -15,6 +15,18 @@ inline constexpr int kNoKey = -1;
 inline constexpr int kAddedRow = -2;
 inline constexpr int kFirstSlot = -3;
 
+inline constexpr int kMaxSplits = kWarpLanes;  // A lane each, where they are added up.
+
+// How blocks share the work: block = (row * max_splits + split) * groups + group.
+struct SplitPlan {
+  int groups = 1;             // Of heads.
+  int max_splits = 1;         // Per row.
+  float* values = nullptr;    // [row][max_splits][num_heads][kHeadDim], if max_splits > 1
+  float2* weights = nullptr;  // [row][max_splits][num_heads]: maximum and sum
+  Divisor page_entries;       // Entries of a page of the compressed cache.
+  const unsigned char* chunk_entries = nullptr;
+};
+
 // How many tiles each of at most `max_splits` splits of a row takes.
 __device__ __forceinline__ int TilesPerSplit(int max_splits, int tiles) {
   return (tiles + max_splits - 1) / max_splits;
@@ -32,8 +44,8 @@ __device__ __forceinline__ int NumKeys(const DeviceAttention& args, int position
 }
 
 // Reads only the batch, which no kernel writes.
-__device__ __forceinline__ RowKeys KeysOf(const DeviceAttention& args, int64_t row, int split,
-                                          int max_splits, const unsigned char* chunk_entries) {
+__device__ __forceinline__ RowKeys KeysOf(const DeviceAttention& args, const SplitPlan& plan,
+                                          int64_t row, int split) {
   RowKeys keys;
   const int sequence = args.batch.row_sequence[row];
   const int position = args.batch.row_position[row];
@@ -44,13 +56,15 @@ __device__ __forceinline__ RowKeys KeysOf(const DeviceAttention& args, int64_t r
   keys.pages = of.pages[args.entry_kind];
   keys.first_row = of.first_row;
   keys.start_position = of.start_position;
-  keys.chunk_entries = chunk_entries;
+  keys.chunk_entries = plan.chunk_entries;
+  keys.page_entries = plan.page_entries;
   if (args.selected != nullptr) keys.selected = args.selected + row * args.max_selected;
   keys.num_window = NumWindow(args, position);
   keys.first_position = position - keys.num_window + 1;
+  keys.first_slot = keys.first_position % args.window;
   keys.num_keys = NumKeys(args, position);
   const int tiles = (keys.num_keys + kTile - 1) / kTile;
-  const int per_split = TilesPerSplit(max_splits, tiles);
+  const int per_split = TilesPerSplit(plan.max_splits, tiles);
   keys.splits = (tiles + per_split - 1) / per_split;
   keys.split = split;
   keys.first_tile = split * per_split;
@@ -68,6 +82,12 @@ __device__ __forceinline__ int AddedTile(const RowKeys& keys) {
   return tile < keys.num_tiles ? tile : -1;
 }
 
+// Key k of the window, in the ring.
+__device__ __forceinline__ int SlotOf(const DeviceAttention& args, const RowKeys& keys, int k) {
+  const int slot = keys.first_slot + k;
+  return slot < args.window ? slot : slot - args.window;
+}
+
 // First step: what the lane's key of the split's tile `tile` is.
 __device__ __forceinline__ int KindOf(const DeviceAttention& args, const RowKeys& keys, int tile) {
   const int k = (keys.first_tile + tile) * kTile + FreshLane();
@@ -78,43 +98,44 @@ __device__ __forceinline__ int KindOf(const DeviceAttention& args, const RowKeys
   }
   const int position = keys.first_position + k;
   const int chunk_row = position - keys.start_position;
-  return chunk_row < 0                   ? kFirstSlot - position % args.window
+  return chunk_row < 0                   ? kFirstSlot - SlotOf(args, keys, k)
          : keys.chunk_entries != nullptr ? kFirstSlot - args.window - chunk_row
                                          : kAddedRow;
+}
+
+__device__ __forceinline__ int PageNumber(const RowKeys& keys, int entry) {
+  return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(entry)) *
+                              keys.page_entries.multiplier >>
+                          keys.page_entries.shift);
 }
 
 // Second step: the address that the key's bytes are counted from.
 __device__ __forceinline__ const std::byte* PageOfKey(const DeviceAttention& args,
                                                       const RowKeys& keys, int kind) {
-  if (kind >= 0) {
-    return keys
-        .pages[static_cast<unsigned>(kind) / static_cast<unsigned>(args.entry_plane.entries)];
-  }
+  if (kind >= 0) return keys.pages[PageNumber(keys, kind)];
   if (kFirstSlot - kind < args.window) return keys.state;
   const int64_t row = int64_t{keys.first_row} + kFirstSlot - kind - args.window;
   return reinterpret_cast<const std::byte*>(keys.chunk_entries + row * kChunkEntryBytes);
 }
 
-__device__ __forceinline__ Place PlaceOf(const DeviceAttention& args, int kind,
+__device__ __forceinline__ Place PlaceOf(const DeviceAttention& args, const RowKeys& keys, int kind,
                                          const std::byte* page) {
   if (kind == kNoKey) return {nullptr, nullptr};
   if (kind == kAddedRow) return {nullptr, page};
   const int slot = kFirstSlot - kind;
   if (kind < 0 && slot >= args.window) return {page, page + kEntryBytes};
   const EntryPlane& plane = kind >= 0 ? args.entry_plane : args.window_plane;
-  const unsigned entry =
-      kind >= 0 ? static_cast<unsigned>(kind) % static_cast<unsigned>(args.entry_plane.entries)
-                : static_cast<unsigned>(slot);
+  const int entry = kind >= 0 ? kind - PageNumber(keys, kind) * plane.entries : slot;
   return {page + plane.data_offset + int64_t{entry} * kEntryBytes,
           page + plane.scale_offset + int64_t{entry} * kScaleBytes};
 }
 
 // By all lanes of one warp: leaves the places of a tile's keys in `places`, and which are keys.
-__device__ __forceinline__ void LeavePlaces(const DeviceAttention& args, int kind,
-                                            const std::byte* page, Place (&places)[kTile],
+__device__ __forceinline__ void LeavePlaces(const DeviceAttention& args, const RowKeys& keys,
+                                            int kind, const std::byte* page, Place (&places)[kTile],
                                             uint32_t* valid) {
   const int lane = FreshLane();
-  places[lane] = PlaceOf(args, kind, page);
+  places[lane] = PlaceOf(args, keys, kind, page);
   const uint32_t bits = __ballot_sync(kFullWarp, kind != kNoKey ? 1 : 0);
   if (lane == 0) *valid = bits;
 }
@@ -136,7 +157,8 @@ __device__ __forceinline__ void StartFollowing(const DeviceAttention& args, cons
 template <typename Shape>
 __device__ __forceinline__ void FollowKeys(const DeviceAttention& args, const RowKeys& keys,
                                            int tile, Shared<Shape>& shared, KeyFollower& follower) {
-  LeavePlaces(args, follower.kind, follower.page, shared.place[tile % 2], &shared.valid[tile % 4]);
+  LeavePlaces(args, keys, follower.kind, follower.page, shared.place[tile % 2],
+              &shared.valid[tile % 4]);
   follower.kind = follower.next_kind;
   follower.page = PageOfKey(args, keys, follower.kind);
   follower.next_kind = KindOf(args, keys, tile + 2);
@@ -228,7 +250,7 @@ __device__ __forceinline__ void EncodeAddedRow(const DeviceAttention& args, cons
   const int tile = AddedTile(keys);
   if (tile < 0) return;
   const int key = (keys.num_window - 1) % kTile;
-  const int slot = keys.start_position % args.window;
+  const int slot = SlotOf(args, keys, keys.num_window - 1);
   auto* state = const_cast<std::byte*>(keys.state);
 #pragma unroll
   for (int i = 0; i < AddedRow<Shape>::kBlocks; ++i) {

@@ -79,6 +79,12 @@ struct alignas(16) Place {
   const std::byte* scale;
 };
 
+// Division of numbers below 2^31 by what the host knows: (n * multiplier) >> shift.
+struct Divisor {
+  uint32_t multiplier = 0;
+  int shift = 0;
+};
+
 // A row's keys, or one split of them. It lies in shared memory, because registers are full.
 struct RowKeys {
   const int32_t* selected = nullptr;  // Of this row, or null.
@@ -88,14 +94,16 @@ struct RowKeys {
   int64_t row = 0;
   int first_row = 0;       // Of the sequence's chunk.
   int start_position = 0;  // Of the same.
-  int first_position = 0;  // Of the window.
-  int num_window = 0;      // Keys of the window, which come first.
-  int num_keys = 0;        // Up to the end of the split.
+  int first_position = 0;  // Of the window, and its slot of the ring.
+  int first_slot = 0;
+  int num_window = 0;  // Keys of the window, which come first.
+  int num_keys = 0;    // Up to the end of the split.
   int first_tile = 0;
   int num_tiles = 0;  // Of the split; 0: nothing to do.
   int splits = 0;
   int split = 0;
   int first_head = 0;  // Of the block.
+  Divisor page_entries;
 };
 
 // Shared memory of a block.

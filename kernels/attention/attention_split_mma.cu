@@ -35,31 +35,33 @@ constexpr int kFollower = kStages;
 // split's share [heads][kHeadDim].
 template <typename Shape>
 __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t row,
-                                            int first_head, const Shared<Shape>& shared,
+                                            const Shared<Shape>& shared,
                                             const int (&largest_exponent)[Shape::kBlocks],
                                             const Sums<Shape>& sums, float* values) {
   const int lane = FreshLane();
+  const int first_channel = kKvNopeBlock * Shape::kBlocks * SliceOf<Shape>() + 16 * (lane % 4);
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int h = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + lane / 4;
-      const int head = first_head + h;
+      const int head = shared.keys.first_head + h;
       if (head >= args.num_heads) continue;
       const float factor = values != nullptr ? 1.0f : 1.0f / shared.total[h];
+      float* to = values + int64_t{head} * kHeadDim + first_channel;
 #pragma unroll
       for (int b = 0; b < Shape::kBlocks; ++b) {
-        const float unit = ClampedPower(largest_exponent[b] - kWeightShift);
+        const float unit = ClampedPower(largest_exponent[b] - kWeightShift) * factor;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float x[8];
 #pragma unroll
-          for (int j = 0; j < 8; ++j) x[j] = sums.o[b][m][j][2 * half + i] * unit * factor;
-          const int d = 64 * (Shape::kBlocks * SliceOf<Shape>() + b) + 16 * (lane % 4) + 8 * i;
+          for (int j = 0; j < 8; ++j) x[j] = sums.o[b][m][j][2 * half + i] * unit;
+          const int d = kKvNopeBlock * b + 8 * i;
           if (values != nullptr) {
-            StoreEight(values + int64_t{head} * kHeadDim + d, x);
+            StoreEight(to + d, x);
           } else {
-            StoreOutput(args, row, head, d, x);
+            StoreOutput(args, row, head, first_channel + d, x);
           }
         }
       }
@@ -84,16 +86,16 @@ __device__ __forceinline__ void FinishSplit(const DeviceAttention& args, const S
   const int own = static_cast<int>(threadIdx.x) / kWarpLanes * Shape::kOwned + lane / Shape::kLanes;
   const int head = first_head + own;
   const bool is_first = lane % Shape::kLanes == 0 && head < args.num_heads;
+  float* values = nullptr;
   if (plan.max_splits == 1) {
     if (is_first) shared.total[own] = sum + FastExp2(args.sink[head] * kLog2E - owned.max);
     __syncthreads();
-    StoreValues<Shape>(args, row, first_head, shared, largest_exponent, sums, nullptr);
-    return;
+  } else {
+    const int64_t at = (row * plan.max_splits + shared.keys.split) * args.num_heads;
+    if (is_first) plan.weights[at + head] = make_float2(owned.max, sum);
+    values = plan.values + at * kHeadDim;
   }
-  const int64_t at = (row * plan.max_splits + shared.keys.split) * args.num_heads;
-  if (is_first) plan.weights[at + head] = make_float2(owned.max, sum);
-  StoreValues<Shape>(args, row, first_head, shared, largest_exponent, sums,
-                     plan.values + at * kHeadDim);
+  StoreValues<Shape>(args, row, shared, largest_exponent, sums, values);
 }
 
 // The split's keys. Two barriers a tile: behind the shares of its scores, and behind its weights,
@@ -108,26 +110,27 @@ __device__ __forceinline__ void AttendTiles(const DeviceAttention& args,
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const RowKeys& keys = shared.keys;
   const float factor = args.scale * kLog2E;
-  if (shared.valid[0] != 0) ShareScores<Shape>(queries, 0, shared);
-#pragma unroll 1
-  for (int i = 0; i < keys.num_tiles; ++i) {
-    const int stage = i % kStages;
+#pragma unroll 1  // Also: one copy of the code, which a short split fetches cold.
+  for (int i = -1; i < keys.num_tiles; ++i) {
     const int next = (i + 1) % kStages;
-    __syncthreads();
-    const uint32_t valid = shared.valid[i % 4];
-    if (i > 0 && i + 2 < keys.num_tiles) {
-      FetchTile<Shape>(args, shared.place[i % 2], (i + 2) % kStages, shared);
+    if (i >= 0) {
+      __syncthreads();
+      const bool has_keys = shared.valid[i % 4] != 0;
+      if (i > 0 && i + 2 < keys.num_tiles) {
+        FetchTile<Shape>(args, shared.place[i % 2], (i + 2) % kStages, shared);
+      }
+      if (i > 0) CommitCopies();
+      if (warp == kFollower && i + 3 < keys.num_tiles) {
+        FollowKeys<Shape>(args, keys, i + 3, shared, follower);
+      }
+      if (has_keys) WeighKeys<Shape>(factor, shared.valid[i % 4], shared, owned);
+      if (i + 1 >= kStages && i + 1 == AddedTile(keys)) CopyAddedRow<Shape>(keys, next, shared);
+      WaitForCopies<1>();
+      __syncthreads();
+      if (has_keys) {
+        AddTileValues<Shape>(i % kStages, shared.valid[i % 4], shared, largest_exponent, sums);
+      }
     }
-    if (i > 0) CommitCopies();
-    if (warp == kFollower && i + 3 < keys.num_tiles) {
-      FollowKeys<Shape>(args, keys, i + 3, shared, follower);
-    }
-    if (valid != 0) WeighKeys<Shape>(factor, valid, shared, owned);
-    if (i + 1 >= kStages && i + 1 == AddedTile(keys)) CopyAddedRow<Shape>(keys, next, shared);
-    WaitForCopies<1>();
-    __syncthreads();
-    if (valid != 0)
-      AddTileValues<Shape>(stage, shared.valid[i % 4], shared, largest_exponent, sums);
     if (i + 1 < keys.num_tiles && shared.valid[(i + 1) % 4] != 0) {
       ShareScores<Shape>(queries, next, shared);
     }
@@ -144,8 +147,7 @@ __global__ __launch_bounds__(Shape::kThreads,
   const int first_head =
       static_cast<int>(blockIdx.x % static_cast<unsigned>(plan.groups)) * Shape::kHeads;
   const auto max_splits = static_cast<unsigned>(plan.max_splits);
-  RowKeys keys = KeysOf(args, task / max_splits, static_cast<int>(task % max_splits),
-                        plan.max_splits, plan.chunk_entries);
+  RowKeys keys = KeysOf(args, plan, task / max_splits, static_cast<int>(task % max_splits));
   keys.first_head = first_head;
   WaitForPredecessor();
   LetSuccessorStart();
@@ -162,12 +164,13 @@ __global__ __launch_bounds__(Shape::kThreads,
   auto* first_places = reinterpret_cast<Place(*)[kTile]>(shared.share);  // Not needed yet.
   KeyFollower follower;
   if (warp < kStages) {
-    LeavePlaces(args, kind, PageOfKey(args, keys, kind), first_places[warp], &shared.valid[warp]);
+    LeavePlaces(args, keys, kind, PageOfKey(args, keys, kind), first_places[warp],
+                &shared.valid[warp]);
   } else if (warp == kFollower && keys.num_tiles > kStages) {
     StartFollowing(args, keys, kStages, follower);
   }
   __syncthreads();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages; ++i) {
     if (i < keys.num_tiles) FetchTile<Shape>(args, first_places[i], i, shared);
     CommitCopies();
@@ -196,6 +199,14 @@ __global__ void EncodeChunk(DeviceAttention args, unsigned char* entries) {
   if (threadIdx.x == 0) entry[kEntryBytes + kNope / kKvNopeBlock] = std::byte{0};
 }
 
+// Divides numbers below 2^31 exactly.
+Divisor DivisorOf(int64_t by) {
+  int bits = 0;
+  while ((int64_t{1} << bits) < by) ++bits;
+  const int shift = 31 + bits;
+  return {static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by), shift};
+}
+
 template <typename Shape>
 absl::Status LaunchWithShape(const AttentionArgs& args, const Exec& exec,
                              const unsigned char* chunk_entries, Workspace::Scope& scope) {
@@ -203,6 +214,7 @@ absl::Status LaunchWithShape(const AttentionArgs& args, const Exec& exec,
   SplitPlan plan;
   plan.groups = static_cast<int>(CeilDiv(args.num_heads, Shape::kHeads));
   plan.chunk_entries = chunk_entries;
+  plan.page_entries = DivisorOf(std::max<int64_t>(1, args.entry_plane.entries));
   const int64_t tasks = args.q.rows * plan.groups;
   // One split where a row's bits must not depend on the batch, nor on its being decoded or not.
   if (!exec.batch_invariant) {

@@ -7,17 +7,6 @@
 
 namespace isthmus::kernels::attention_mma {
 
-inline constexpr int kMaxSplits = kWarpLanes;  // A lane each, where they are added up.
-
-// How blocks share the work: block = (row * max_splits + split) * groups + group.
-struct SplitPlan {
-  int groups = 1;             // Of heads.
-  int max_splits = 1;         // Per row.
-  float* values = nullptr;    // [row][max_splits][num_heads][kHeadDim], if max_splits > 1
-  float2* weights = nullptr;  // [row][max_splits][num_heads]: maximum and sum
-  const unsigned char* chunk_entries = nullptr;
-};
-
 // Eight values to 16-aligned memory.
 __device__ __forceinline__ void StoreEight(float* to, const float (&x)[8]) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
@@ -60,7 +49,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineSplits(DeviceAttention
   const auto heads = static_cast<unsigned>(args.num_heads);
   const int64_t row = blockIdx.x / heads;
   const int head = static_cast<int>(blockIdx.x % heads);
-  const RowKeys keys = KeysOf(args, row, 0, plan.max_splits, plan.chunk_entries);
+  const RowKeys keys = KeysOf(args, plan, row, 0);
   const float sink = args.sink[head] * kLog2E;
   WaitForPredecessor();
   LetSuccessorStart();
