@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what dashboards, rules and the runbook name is exported.
+"""Checks that what dashboards, rules and the runbook name is exported, and the other way round.
 
   metric_names.py METRICS...
 
@@ -17,6 +17,13 @@ import yaml
 HEADERS = ('router/router_metrics.h', 'services/worker/worker_metrics.h')
 RULES = 'deploy/prometheus/isthmus.rules.yml'
 RUNBOOK = 'deploy/runbook.md'
+# What nobody has to look at all the time.
+UNWATCHED = {
+    'isthmus_prefill_prompts_total', 'isthmus_prefill_failures_total',  # As the router's requests.
+    'isthmus_prefill_push_seconds', 'isthmus_decode_verified_page_groups_total',
+    'isthmus_decode_early_ends_total',  # As the router's failures.
+    'isthmus_worker_step_sequences', 'isthmus_worker_transfers',
+    'isthmus_worker_prefix_tokens', 'isthmus_worker_registered_routers'}
 NAME = re.compile(r'\bisthmus_(?:router|prefill|decode|worker|build)_[a-z0-9_]+')
 SPEC = re.compile(r'constexpr MetricSpec k\w+ = \{\s*\.name\s*=\s*"([a-z0-9_]+)",\s*'
                   r'\.kind\s*=\s*MetricKind::k(\w+).*?\.labels\s*=\s*(\{\}|\w+)', re.DOTALL)
@@ -37,6 +44,12 @@ def in_headers():
             if labels == '{}':
                 plain |= series
     return names, plain
+
+
+def bases():
+    """Names as the headers have them."""
+    return {name for header in HEADERS
+            for name, _, _ in SPEC.findall(pathlib.Path(header).read_text(encoding='utf-8'))}
 
 
 def exported(paths):
@@ -77,6 +90,11 @@ def findings(known, plain, paths):
         for rule in group['rules']:
             if f"### {rule['alert']}" not in runbook:
                 yield f"{RUNBOOK}: says nothing about the alert {rule['alert']}"
+    asked = {name for _, expression in expressions() for name in NAME.findall(expression)}
+    asked |= set(NAME.findall(runbook))
+    for name in sorted(bases() - UNWATCHED):
+        if not asked & {name + suffix for suffix in SUFFIX['histogram'] + ('',)}:
+            yield f'{name} is on no board, in no rule and not in the runbook'
     here = exported(paths)
     for name in sorted(plain - here):
         yield f'{name} is in a header and no process exports it'
