@@ -322,16 +322,26 @@ __device__ __forceinline__ void AttendTiles(const DeviceAttention& args, const P
   }
 }
 
+// The queries of a row that comes later, into the L2. By one thread.
+__device__ __forceinline__ void PrefetchQueries(const DeviceAttention& args, int64_t row) {
+  if (row >= args.batch.rows) return;
+  const int bytes = args.is_q_bf16 ? 2 : 4;
+  BulkPrefetchL2(static_cast<const std::byte*>(args.q) + row * args.q_stride * bytes,
+                 static_cast<unsigned>(args.num_heads * kHeadDim * bytes));
+}
+
 // Grid: rows * groups of 32 * kHalves heads. Block: 128 * kHalves. Shared memory: Shared<kHalves>.
+// `rows_ahead` run at the same time as a row.
 template <int kHalves>
 __global__ __launch_bounds__(kHalves* kHalfThreads, 1) void AttendRow(
-    DeviceAttention args, int groups,
+    DeviceAttention args, int groups, int rows_ahead,
     const unsigned char* chunk_entries) {  // [rows][kChunkEntryBytes]
   auto& shared = *reinterpret_cast<Shared<kHalves>*>(DynamicShared());
   const int64_t row = blockIdx.x / static_cast<unsigned>(groups);
   const int sequence = args.batch.row_sequence[row];
   if (sequence < 0) return;
   const Place place = PlaceOfWarp();
+  if (threadIdx.x == kWarpLanes) PrefetchQueries(args, row + rows_ahead);
   if (threadIdx.x < kWarpLanes) {
     if (threadIdx.x == 0) shared.keys = KeysOf(args, row, sequence, chunk_entries);
     __syncwarp();
@@ -345,6 +355,7 @@ __global__ __launch_bounds__(kHalves* kHalfThreads, 1) void AttendRow(
       kHalfHeads;
   Queries q;
   LoadQueries(args, row, first_head, place.slice, q);
+  __syncthreads();  // All have read the first sources.
   Output o = {};
   OwnedHead head;
   AttendTiles<kHalves>(args, place, q, shared, o, head);
@@ -381,7 +392,7 @@ absl::Status LaunchHalves(const AttentionArgs& args, const Exec& exec,
                              .block = dim3(kHalves * kHalfThreads),
                              .shared_bytes = sizeof(Shared<kHalves>)};
   return Launch("AttendRow", shape, exec, AttendRow<kHalves>, ToDevice(args), groups,
-                chunk_entries);
+                (exec.num_sms + groups - 1) / groups, chunk_entries);
 }
 
 }  // namespace
