@@ -38,7 +38,7 @@ class AttentionBatch {
         one.WriteRing(p);
       }
       if (c.max_selected > 0) one.SelectSome(c.max_selected, sequence_seed + 9);
-      one.sink = sequences_[0]->sink;  // One layer's.
+      one.sink = sequences_[0]->sink;                      // One layer's.
       if (c.shape.arithmetic == Arithmetic::kReference) {  // As RoPE leaves them.
         for (float& value : one.q) value = RoundBf16(value);
       }
@@ -69,7 +69,9 @@ class AttentionBatch {
   };
 
   // What `variant` gives on the device. q and out lie in wider rows; they are bf16 if asked for.
-  Result RunOnDevice(const AttentionVariant& variant, const Exec& exec, bool is_bf16 = false);
+  // `shift` as DeviceSequences has it.
+  Result RunOnDevice(const AttentionVariant& variant, const Exec& exec, bool is_bf16 = false,
+                     int64_t shift = 0);
   // Whether `variant` takes such arguments.
   bool IsSupported(const AttentionVariant& variant) {
     std::vector<float> out(1);
@@ -82,7 +84,8 @@ class AttentionBatch {
 };
 
 inline AttentionBatch::Result AttentionBatch::RunOnDevice(const AttentionVariant& variant,
-                                                          const Exec& exec, bool is_bf16) {
+                                                          const Exec& exec, bool is_bf16,
+                                                          int64_t shift) {
   constexpr int64_t kGap = 8;
   const int64_t d = case_.shape.head_dim;
   const float nan = std::nanf("");
@@ -113,7 +116,9 @@ inline AttentionBatch::Result AttentionBatch::RunOnDevice(const AttentionVariant
   std::vector<uint16_t> q_bf16;
   for (float value : q) q_bf16.push_back(Bf16Bits(value));
 
-  DeviceSequences device(LayoutOf(case_.shape), views, case_.padding_rows);
+  DeviceSequences device(LayoutOf(case_.shape), views, case_.padding_rows, shift);
+  args.window_plane = Shifted(args.window_plane, shift);
+  args.entry_plane = Shifted(args.entry_plane, shift);
   const DeviceCopy<float> device_q(q);
   const DeviceCopy<uint16_t> device_q_bf16(q_bf16);
   const DeviceCopy<float> device_kv(kv);

@@ -133,9 +133,9 @@ INSTANTIATE_TEST_SUITE_P(
       return name + "_" + std::get<1>(test.param).name;
     });
 
-class AttentionUnusedCacheTest : public ::testing::TestWithParam<AttentionVariant> {};
+class AttentionCacheTest : public ::testing::TestWithParam<AttentionVariant> {};
 
-TEST_P(AttentionUnusedCacheTest, DoesNotReachTheResult) {
+TEST_P(AttentionCacheTest, UnusedPartsDoNotReachTheResult) {
   ISTHMUS_REQUIRE_DEVICE();
   TestDevice device;
   const Case c = {"", {8, 512, 64, 128, 4, kReference}, {{300, 1}, {40, 1}}, 40, 1};
@@ -160,7 +160,21 @@ TEST_P(AttentionUnusedCacheTest, DoesNotReachTheResult) {
   EXPECT_TRUE(SameBits(got.out, expected.out));
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, AttentionUnusedCacheTest,
+// As in a pool of more than 2^32 bytes.
+TEST_P(AttentionCacheTest, HasOffsetsOfMoreThan32Bits) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device;
+  AttentionBatch batch({"", {8, 512, 64, 128, 4, kReference}, {{300, 1}, {40, 2}}, 40, 1});
+  if (!testing::CanRunHere(GetParam(), device.exec()) || !batch.IsSupported(GetParam())) {
+    GTEST_SKIP() << "another variant's shape or architecture";
+  }
+  const auto near = batch.RunOnDevice(GetParam(), device.exec());
+  const auto far = batch.RunOnDevice(GetParam(), device.exec(), false, testing::kFarShift);
+  EXPECT_TRUE(SameBits(far.out, near.out));
+  EXPECT_EQ(far.states, near.states);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, AttentionCacheTest,
                          ::testing::ValuesIn(testing::DeviceVariants(AttentionVariants())),
                          testing::VariantName<AttentionVariant>);
 

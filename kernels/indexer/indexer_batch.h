@@ -101,13 +101,15 @@ class IndexerBatch {
     return out;
   }
 
-  // Padding rows must come back untouched. `max_tokens` 0: as long as the longest sequence.
+  // Padding rows must come back untouched. `max_tokens` 0: as long as the longest sequence. `shift`
+  // as DeviceSequences has it.
   IndexerOutput RunOnDevice(absl::Status (*launch)(const IndexerArgs&, const Exec&), bool has_dump,
-                            const TestDevice& device, Exec exec, int64_t max_tokens = 0) {
+                            const TestDevice& device, Exec exec, int64_t max_tokens = 0,
+                            int64_t shift = 0) {
     const int64_t all = rows_ + case_.padding_rows;
     const DeviceCopy<float> device_q(q);
     const DeviceCopy<float> device_w(w);
-    const DeviceSequences sequences = Upload();
+    const DeviceSequences sequences(layout_, views_, case_.padding_rows, shift);
     DeviceBatch batch = sequences.batch();
     batch.max_tokens = std::max(batch.max_tokens, max_tokens);
     const int64_t stride = std::max(scores_stride(), VisibleKeys(batch.max_tokens));
@@ -116,6 +118,7 @@ class IndexerBatch {
     IndexerArgs args = Args(all, device_q.data(), device_w.data(), selected.data());
     args.device_batch = &batch;
     args.scores_stride = stride;
+    args.key_plane = Shifted(args.key_plane, shift);
     if (has_dump) args.scores = scores.data();
     const absl::Status valid = ValidateIndexer(args);
     EXPECT_TRUE(valid.ok()) << valid;

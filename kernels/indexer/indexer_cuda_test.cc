@@ -223,6 +223,27 @@ TEST(IndexerCudaStepsTest, AloneDoWhatTheOperationDoes) {
   EXPECT_EQ(IndexerScores({}, device.exec()).code(), absl::StatusCode::kInvalidArgument);
 }
 
+// As in a pool of more than 2^32 bytes.
+TEST_P(IndexerCudaTest, HasOffsetsOfMoreThan32Bits) {
+  ISTHMUS_REQUIRE_DEVICE();
+  for (const EntryFormat format :
+       {EntryFormat::kKeyFp4, EntryFormat::kKeyFp8, EntryFormat::kKeyBf16}) {
+    const IndexerCase c = {.name = "Far",
+                           .heads = 4,
+                           .topk = 20,
+                           .format = format,
+                           .parts = {{1003, 1}, {303, 2}},
+                           .padding_rows = 1};
+    IndexerBatch batch(c, 7);
+    if (!Able(c, batch)) continue;
+    const auto far =
+        batch.RunOnDevice(GetParam().launch, true, device_, device_.exec(), 0, testing::kFarShift);
+    const IndexerOutput near = Run(batch, true);
+    EXPECT_TRUE(SameBits(far.scores, near.scores));
+    EXPECT_EQ(far.selected, near.selected);
+  }
+}
+
 // Keys and queries that make scores of every kind: equal, zero, infinite, NaN.
 TEST_P(IndexerCudaTest, OrdersTiesInfinitiesAndNaN) {
   ISTHMUS_REQUIRE_DEVICE();

@@ -21,7 +21,7 @@ std::byte* DeviceSequences::Upload(std::byte* host, int64_t bytes) {
 }
 
 DeviceSequences::DeviceSequences(const KvLayout& layout, std::span<const SequenceKv> host,
-                                 int64_t padding_rows) {
+                                 int64_t padding_rows, int64_t shift) {
   std::vector<DeviceSequence> sequences;
   std::vector<int32_t> row_sequence;
   std::vector<int32_t> row_position;
@@ -31,11 +31,11 @@ DeviceSequences::DeviceSequences(const KvLayout& layout, std::span<const Sequenc
     to.first_row = static_cast<int32_t>(from.first_row);
     to.num_rows = static_cast<int32_t>(from.num_rows);
     to.start_position = static_cast<int32_t>(from.start_position);
-    if (from.state != nullptr) to.state = Upload(from.state, layout.state_slot_bytes);
+    if (from.state != nullptr) to.state = Upload(from.state, layout.state_slot_bytes) - shift;
     for (size_t kind = 0; kind < kNumPagedKinds; ++kind) {
       std::vector<std::byte*> table;
       for (std::byte* page : from.pages[kind]) {
-        table.push_back(Upload(page, layout.kinds[kind].bytes()));
+        table.push_back(Upload(page, layout.kinds[kind].bytes()) - shift);
       }
       tables_.emplace_back(table);
       to.pages[kind] = tables_.back().data();

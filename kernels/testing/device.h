@@ -161,11 +161,12 @@ class DeviceWeight {
 
 // The caches of several sequences in device memory, and their DeviceBatch. `host` says where each
 // sequence's pages and state lie on the host (copied up with their bytes). `padding_rows` are added
-// behind the last row.
+// behind the last row. Addresses given to kernels are `shift` bytes below the memory, for planes
+// whose offsets are as much larger (Shifted): offsets of more than 32 bits in little memory.
 class DeviceSequences {
  public:
   DeviceSequences(const KvLayout& layout, std::span<const SequenceKv> host,
-                  int64_t padding_rows = 0);
+                  int64_t padding_rows = 0, int64_t shift = 0);
 
   const DeviceBatch& batch() const { return batch_; }
   // Copies pages and states back over those of the host.
@@ -184,5 +185,15 @@ class DeviceSequences {
   std::vector<DeviceCopy<int32_t>> rows_;
   DeviceBatch batch_;
 };
+
+// Beyond what 32 bits hold, with or without a sign, and a multiple of what planes are aligned to.
+inline constexpr int64_t kFarShift = (int64_t{1} << 32) + (int64_t{1} << 31) + 4096;
+
+// The plane for addresses that are `shift` lower.
+inline EntryPlane Shifted(EntryPlane plane, int64_t shift) {
+  plane.data_offset += shift;
+  plane.scale_offset += shift;
+  return plane;
+}
 
 }  // namespace isthmus::kernels::testing
