@@ -14,6 +14,7 @@
 #define HWY_TARGET_INCLUDE "kernels/core/quantise.cc"
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 
+#include "kernels/core/kv_entry-inl.h"
 #include "kernels/core/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -81,18 +82,7 @@ void EncodeKvEntryT(const float* x, int head_dim, int rope_dim, uint8_t* data, u
 
 void DecodeKvEntryT(const uint8_t* data, const uint8_t* scale, int head_dim, int rope_dim,
                     float* out) {
-  const int nope = head_dim - rope_dim;
-  for (int k = 0; k < nope; k += kKvNopeBlock) {
-    const F32x16 factor = Set16(Ue8m0Value(scale[k / kKvNopeBlock]));
-    for (int i = k; i < k + kKvNopeBlock; i += 16) {
-      Store16(Mul16(DecodeE4m3x16(data + i), factor), out + i);
-    }
-  }
-  for (int k = 0; k < rope_dim; ++k) {
-    uint16_t bits = 0;
-    std::memcpy(&bits, data + nope + int64_t{2} * k, sizeof(bits));
-    out[nope + k] = Bf16Value(bits);
-  }
+  DecodeKvEntryInline(data, scale, head_dim, rope_dim, out);
 }
 
 void EncodeIndexKeyT(const float* x, int dim, uint8_t* data, uint8_t* scale) {

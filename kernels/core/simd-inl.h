@@ -272,6 +272,37 @@ HWY_INLINE float Fold16(const X16& x) {
     return Fold8(hn::Add(x.v[0], x.v[kParts - 1]));
   }
 }
+// Folds sums[i][j] into lane 4 i + j, by the same tree: each step halves all of them at once, the
+// lower lanes of a sum first. For AVX-512.
+template <class X16>
+HWY_INLINE VF FoldTile16(const X16 (&sums)[4][4]) {
+  static_assert(sizeof(X16) == sizeof(VF));
+  const DF d;
+  const hn::Repartition<double, DF> pairs;
+  VF fours[4];  // Of key j, one block for each of the four i.
+  ISTHMUS_UNROLL
+  for (size_t j = 0; j < 4; ++j) {
+    VF eights[2];  // Of i and i + 2, side by side.
+    ISTHMUS_UNROLL
+    for (size_t i = 0; i < 2; ++i) {
+      const VF a = sums[i][j].v[0];
+      const VF b = sums[i + 2][j].v[0];
+      eights[i] = hn::Add(hn::ConcatLowerLower(d, b, a), hn::ConcatUpperUpper(d, b, a));
+    }
+    fours[j] = hn::Add(hn::OddEvenBlocks(hn::SwapAdjacentBlocks(eights[1]), eights[0]),
+                       hn::OddEvenBlocks(eights[1], hn::SwapAdjacentBlocks(eights[0])));
+  }
+  VF twos[2];  // Of j and j + 2.
+  ISTHMUS_UNROLL
+  for (size_t j = 0; j < 2; ++j) {
+    const auto a = hn::BitCast(pairs, fours[j]);
+    const auto b = hn::BitCast(pairs, fours[j + 2]);
+    twos[j] = hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, a, b)),
+                      hn::BitCast(d, hn::InterleaveUpper(pairs, a, b)));
+  }
+  return hn::Add(hn::OddEven(hn::Reverse2(d, twos[1]), twos[0]),
+                 hn::OddEven(twos[1], hn::Reverse2(d, twos[0])));
+}
 // The largest of the sixteen lanes; for magnitudes, where order and sign of zero cannot matter.
 HWY_INLINE float FoldMax16(const F32x16& x) {
   return hn::GetLane(hn::MaxOfLanes(DF(), hn::Max(x.v[0], x.v[kParts - 1])));
@@ -311,10 +342,14 @@ HWY_INLINE void DotTile16(const float* const* a, const float* const* b, size_t n
       }
     }
   }
-  ISTHMUS_UNROLL
-  for (size_t i = 0; i < kA; ++i) {
+  if constexpr (kParts == 1 && kA == 4 && kB == 4) {
+    hn::StoreU(FoldTile16(sum), DF(), out);
+  } else {
     ISTHMUS_UNROLL
-    for (size_t j = 0; j < kB; ++j) out[i * kB + j] = Fold16(sum[i][j]);
+    for (size_t i = 0; i < kA; ++i) {
+      ISTHMUS_UNROLL
+      for (size_t j = 0; j < kB; ++j) out[i * kB + j] = Fold16(sum[i][j]);
+    }
   }
 }
 
@@ -387,6 +422,40 @@ HWY_INLINE F32x16 DecodeE4m3x16(const uint8_t* p) {
     const auto half = hn::BitCast(dh, hn::Xor(bits, to_quiet));
     return hn::Mul(hn::PromoteTo(d, half), hn::Set(d, 256.0f));
   });
+}
+
+// 2^-8 times the values of codes none of which is NaN: half the work.
+HWY_INLINE F32x16 DecodeHalfE4m3x16(const uint8_t* p) {
+  const DF d;
+  const hn::Rebind<int8_t, DF> d8;
+  const hn::Rebind<int16_t, DF> d16;
+  const hn::Rebind<hwy::float16_t, DF> dh;
+  const auto* codes = reinterpret_cast<const int8_t*>(p);
+  return Parts16([&](size_t part) HWY_ATTR {
+    const auto wide = hn::PromoteTo(d16, hn::LoadU(d8, codes + part * kLanes));
+    const auto bits = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d16, static_cast<int16_t>(0xbf80)));
+    return hn::PromoteTo(d, hn::BitCast(dh, bits));
+  });
+}
+
+// Whether none of n e4m3 codes is NaN.
+HWY_INLINE bool IsFiniteE4m3(const uint8_t* p, size_t n) {
+  const hn::Repartition<uint8_t, DF> d;
+  const hn::FixedTag<uint8_t, 16> d16;
+  const size_t lanes = hn::Lanes(d);
+  const auto nan = hn::Set(d, uint8_t{0x7f});
+  auto largest = hn::Zero(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    largest = hn::Max(largest, hn::And(hn::LoadU(d, p + i), nan));
+  }
+  bool is_finite = hn::AllFalse(d, hn::Eq(largest, nan));
+  for (; i + 16 <= n; i += 16) {
+    const auto rest = hn::And(hn::LoadU(d16, p + i), hn::Set(d16, uint8_t{0x7f}));
+    is_finite = is_finite && hn::AllFalse(d16, hn::Eq(rest, hn::Set(d16, uint8_t{0x7f})));
+  }
+  for (; i < n; ++i) is_finite = is_finite && (p[i] & 0x7f) != 0x7f;
+  return is_finite;
 }
 
 // ue8m0: byte 0 is 2^-127, a subnormal; 255 is NaN.

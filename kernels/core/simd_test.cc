@@ -28,6 +28,9 @@ float MaxAbsT(const float* a, size_t n) { return MaxAbs16(a, n); }
 void TileT(const float* const* a, const float* const* b, size_t n, float* out) {
   DotTile16<2, 3>(a, b, n, out);
 }
+void SquareTileT(const float* const* a, const float* const* b, size_t n, float* out) {
+  DotTile16<4, 4>(a, b, n, out);
+}
 void ExpT(const float* x, size_t n, float* out) {
   MapRow16([](VF v) HWY_ATTR { return ExpV(v); }, x, n, out);
 }
@@ -48,6 +51,7 @@ HWY_EXPORT(DotT);
 HWY_EXPORT(SumT);
 HWY_EXPORT(MaxAbsT);
 HWY_EXPORT(TileT);
+HWY_EXPORT(SquareTileT);
 HWY_EXPORT(ExpT);
 HWY_EXPORT(SigmoidT);
 HWY_EXPORT(AxpyT);
@@ -107,6 +111,23 @@ TEST_P(SimdTargetsTest, GivesADotProductTheSameBitsInATile) {
   HWY_DYNAMIC_DISPATCH(TileT)(a, b, 203, out);
   for (size_t i = 0; i < 2; ++i) {
     for (size_t j = 0; j < 3; ++j) EXPECT_EQ(out[i * 3 + j], ScalarDot(rows[i], rows[2 + j]));
+  }
+}
+
+// Sixteen sums are folded together.
+TEST_P(SimdTargetsTest, GivesADotProductTheSameBitsInASquareTile) {
+  for (const size_t n : {size_t{5}, size_t{64}, size_t{203}}) {
+    std::vector<std::vector<float>> rows;
+    const float* pointers[8];
+    for (uint64_t i = 0; i < 8; ++i) {
+      rows.push_back(NormalValues(70 + i, static_cast<int64_t>(n)));
+      pointers[i] = rows.back().data();
+    }
+    float out[16];
+    HWY_DYNAMIC_DISPATCH(SquareTileT)(pointers, pointers + 4, n, out);
+    for (size_t i = 0; i < 4; ++i) {
+      for (size_t j = 0; j < 4; ++j) EXPECT_EQ(out[i * 4 + j], ScalarDot(rows[i], rows[4 + j]));
+    }
   }
 }
 
