@@ -5,6 +5,8 @@
 // (kernels/decisions/0003-attention-in-one-pass.md).
 //
 // Letters: h head, k key, d channel.
+#include <hwy/cache_control.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -16,6 +18,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/attention/attention_cpu.cc"
 #include <hwy/foreach_target.h>
+#include "kernels/core/kv_entry-inl.h"
 #include "kernels/core/simd-inl.h"
 // clang-format on
 
@@ -29,9 +32,11 @@ struct HeadTask {
   float* out = nullptr;                // [heads][head_dim]; may be q
   const float* sink = nullptr;         // [heads]
   const float* const* keys = nullptr;  // [num_keys], padded to a multiple of kKeysPerTile
+  const StoredKey* stored = nullptr;   // [num_keys], padded too; null when all keys are decoded.
   int64_t num_keys = 0;
   int64_t heads = 0;
   int64_t head_dim = 0;  // A multiple of 16.
+  int64_t rope_dim = 0;
   float scale = 0.0f;
   bool is_reference = false;
   float* scores = nullptr;  // Scratch [heads][scores_stride]
@@ -45,20 +50,65 @@ HWY_BEFORE_NAMESPACE();
 namespace isthmus::kernels {
 namespace HWY_NAMESPACE {
 
-// Scores of kHeads heads with all keys.
+inline constexpr int kTileHeads = kParts == 1 ? 4 : 2;  // 16 sums fill AVX-512, 4 half of AVX2.
+inline constexpr int kTileKeys = kParts == 1 ? 4 : 2;
+static_assert(kKeysPerTile % kTileKeys == 0);
+
+// Decodes those of keys [k, k + kTileKeys) that are stored.
+HWY_INLINE void DecodeTile(const HeadTask& task, int64_t k) {
+  for (int64_t j = k; j < k + kTileKeys; ++j) {
+    const StoredKey& key = task.stored[j];
+    if (key.data == nullptr) continue;
+    DecodeKvEntryInline(
+        reinterpret_cast<const uint8_t*>(key.data), reinterpret_cast<const uint8_t*>(key.scale),
+        static_cast<int>(task.head_dim), static_cast<int>(task.rope_dim), key.decoded);
+  }
+}
+
+// Asks for stored keys [begin, end): every sequence has a cache of its own, far away when its turn
+// comes.
+HWY_INLINE void PrefetchStored(const HeadTask& task, int64_t begin, int64_t end) {
+  constexpr int64_t kLineBytes = 64;
+  const int64_t bytes = task.head_dim + task.rope_dim;
+  for (int64_t k = begin; k < std::min(end, task.num_keys); ++k) {
+    const std::byte* data = task.stored[k].data;
+    for (int64_t i = 0; data != nullptr && i < bytes; i += kLineBytes) hwy::Prefetch(data + i);
+  }
+}
+
+// Scores of kHeads heads with kTileKeys keys.
 template <int kHeads>
-HWY_INLINE void ScoreHeads(const HeadTask& task, int64_t h) {
+HWY_INLINE void ScoreTile(const HeadTask& task, int64_t h, int64_t k) {
   const float* q[kHeads];
   for (int i = 0; i < kHeads; ++i) q[i] = task.q + (h + i) * task.head_dim;
-  const auto n = static_cast<size_t>(task.head_dim);
-  constexpr int kKeys = kParts == 1 ? 4 : 2;  // As for heads, see AttendHeads.
-  static_assert(kKeysPerTile % kKeys == 0);
-  for (int64_t k = 0; k < task.num_keys; k += kKeys) {
-    float tile[kHeads * kKeys];
-    DotTile16<kHeads, kKeys>(q, task.keys + k, n, tile);
-    for (int i = 0; i < kHeads; ++i) {
-      float* scores = task.scores + (h + i) * task.scores_stride + k;
-      for (int j = 0; j < kKeys; ++j) scores[j] = task.scale * tile[i * kKeys + j];
+  float tile[kHeads * kTileKeys];
+  DotTile16<kHeads, kTileKeys>(q, task.keys + k, static_cast<size_t>(task.head_dim), tile);
+  for (int i = 0; i < kHeads; ++i) {
+    float* scores = task.scores + (h + i) * task.scores_stride + k;
+    for (int j = 0; j < kTileKeys; ++j) scores[j] = task.scale * tile[i * kTileKeys + j];
+  }
+}
+
+// Scores of all heads with all keys. A tile of keys meets all heads while it lies in L1, and later
+// ones are asked for bit by bit meanwhile.
+HWY_INLINE void ScoreKeys(const HeadTask& task) {
+  constexpr int64_t kAheadKeys = 8;
+  if (task.stored != nullptr) PrefetchStored(task, 0, kAheadKeys);
+  for (int64_t k = 0; k < task.num_keys; k += kTileKeys) {
+    if (task.stored != nullptr) DecodeTile(task, k);
+    int64_t asked = k + kAheadKeys;
+    for (int64_t h = 0; h < task.heads;) {
+      const int64_t next = std::min(h + kTileHeads, task.heads);
+      if (task.stored != nullptr) {
+        const int64_t end = k + kAheadKeys + kTileKeys * next / task.heads;
+        PrefetchStored(task, asked, end);
+        asked = end;
+      }
+      if (next - h == kTileHeads) {
+        ScoreTile<kTileHeads>(task, h, k);
+        h = next;
+      }
+      for (; h < next; ++h) ScoreTile<1>(task, h, k);
     }
   }
 }
@@ -126,7 +176,7 @@ HWY_INLINE void ValueTile(const HeadTask& task, const float* denominator, int64_
 
 template <int kHeads>
 HWY_INLINE void ValueHeads(const HeadTask& task, const float* denominator, int64_t h) {
-  constexpr int kVectors = 4;
+  constexpr int kVectors = kHeads == 8 ? 2 : 4;
   constexpr int64_t kStep = kVectors * static_cast<int64_t>(kLanes);
   int64_t d0 = 0;
   for (; d0 + kStep <= task.head_dim; d0 += kStep) {
@@ -138,16 +188,16 @@ HWY_INLINE void ValueHeads(const HeadTask& task, const float* denominator, int64
 }
 
 void AttendHeads(const HeadTask& task) {
-  constexpr int kTile = kParts == 1 ? 4 : 2;  // 16 sums fill AVX-512's registers; AVX2 has half.
-  int64_t h = 0;
-  for (; h + kTile <= task.heads; h += kTile) ScoreHeads<kTile>(task, h);
-  for (; h < task.heads; ++h) ScoreHeads<1>(task, h);
-
+  ScoreKeys(task);
   float denominator[kMaxTaskHeads];
-  for (h = 0; h < task.heads; ++h) denominator[h] = SoftmaxHead(task, h);
-
-  h = 0;
-  for (; h + kTile <= task.heads; h += kTile) ValueHeads<kTile>(task, denominator, h);
+  for (int64_t h = 0; h < task.heads; ++h) denominator[h] = SoftmaxHead(task, h);
+  int64_t h = 0;
+  if constexpr (kParts == 1) {  // Eight heads read a value once.
+    for (; h + 8 <= task.heads; h += 8) ValueHeads<8>(task, denominator, h);
+  }
+  for (; h + kTileHeads <= task.heads; h += kTileHeads) {
+    ValueHeads<kTileHeads>(task, denominator, h);
+  }
   for (; h < task.heads; ++h) ValueHeads<1>(task, denominator, h);
 }
 
@@ -211,14 +261,17 @@ absl::Status LaunchAttentionCpu(const AttentionArgs& args, const Exec& exec) {
                              .out = args.out.f32(row) + h * args.head_dim,
                              .sink = args.sink.f32() + h,
                              .keys = keys.keys,
+                             .stored = keys.is_decoded ? nullptr : keys.stored,
                              .num_keys = keys.count,
                              .heads = std::min<int64_t>(kMaxTaskHeads, args.num_heads - h),
                              .head_dim = args.head_dim,
+                             .rope_dim = args.rope_dim,
                              .scale = args.scale,
                              .is_reference = args.arithmetic == Arithmetic::kReference,
                              .scores = keys.scores,
                              .scores_stride = keys.max_keys};
       HWY_DYNAMIC_DISPATCH(AttendHeads)(task);
+      keys.is_decoded = true;
     }
   });
   CommitWindow(args, exec);

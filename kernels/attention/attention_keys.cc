@@ -99,6 +99,7 @@ QueryKeys* TakeQueryKeys(const AttentionArgs& args, const SharedKeys* shared, in
     QueryKeys& keys = *new (&out[t]) QueryKeys;
     keys.max_keys = max_keys;
     keys.keys = scope.Take<const float*>(max_keys);
+    keys.stored = scope.Take<StoredKey>(max_keys);
     if (max_decoded > 0) keys.decoded = scope.Take<float>(max_decoded * args.head_dim);
     if (args.selected != nullptr) keys.marks = scope.Take<uint64_t>(max_visible / 64 + 1);
     keys.scores = scope.Take<float>(task_heads * max_keys);
@@ -108,41 +109,43 @@ QueryKeys* TakeQueryKeys(const AttentionArgs& args, const SharedKeys* shared, in
 
 namespace {
 
-// Appends entry `j`, decoded where it has to be.
+void AppendReady(const float* key, QueryKeys* out) {
+  out->stored[out->count] = StoredKey{};
+  out->keys[out->count++] = key;
+}
+
+void AppendStored(const AttentionArgs& args, const std::byte* data, const std::byte* scale,
+                  QueryKeys* out) {
+  float* decoded = out->decoded + out->count * args.head_dim;
+  out->stored[out->count] = {data, scale, decoded};
+  out->keys[out->count++] = decoded;
+}
+
 void AppendEntry(const AttentionArgs& args, const PagedEntries& paged, const SharedKeys& shared,
                  int64_t j, QueryKeys* out) {
-  const int64_t d = args.head_dim;
-  const float* key = nullptr;
   if (IsF32(args.entry_plane)) {
-    key = reinterpret_cast<const float*>(paged.data(j));
+    AppendReady(reinterpret_cast<const float*>(paged.data(j)), out);
   } else if (shared.entries != nullptr) {
-    key = shared.entries + j * d;
+    AppendReady(shared.entries + j * args.head_dim, out);
   } else {
-    float* decoded = out->decoded + out->count * d;
-    DecodeEntry(args, paged.data(j), paged.scale(j), decoded);
-    key = decoded;
+    AppendStored(args, paged.data(j), paged.scale(j), out);
   }
-  out->keys[out->count++] = key;
 }
 
 void AppendWindow(const AttentionArgs& args, const SequenceKv& seq, const SharedKeys& shared,
                   int64_t position, QueryKeys* out) {
-  const int64_t d = args.head_dim;
+  const EntryPlane& plane = args.window_plane;
   for (int64_t p = std::max<int64_t>(0, position - args.window + 1); p <= position; ++p) {
-    const float* key = nullptr;
+    const int64_t slot = p % args.window;
     if (p >= seq.start_position) {
-      key = args.chunk_kv.f32(seq.first_row + p - seq.start_position);
-    } else if (IsF32(args.window_plane)) {
-      key = reinterpret_cast<const float*>(args.window_plane.data(seq.state, p % args.window));
+      AppendReady(args.chunk_kv.f32(seq.first_row + p - seq.start_position), out);
+    } else if (IsF32(plane)) {
+      AppendReady(reinterpret_cast<const float*>(plane.data(seq.state, slot)), out);
     } else if (shared.window != nullptr) {
-      key = shared.window + (p - shared.window_begin) * d;
+      AppendReady(shared.window + (p - shared.window_begin) * args.head_dim, out);
     } else {
-      float* decoded = out->decoded + out->count * d;
-      DecodeEntry(args, args.window_plane.data(seq.state, p % args.window),
-                  args.window_plane.scale(seq.state, p % args.window), decoded);
-      key = decoded;
+      AppendStored(args, plane.data(seq.state, slot), plane.scale(seq.state, slot), out);
     }
-    out->keys[out->count++] = key;
   }
 }
 
@@ -170,6 +173,7 @@ void CollectKeys(const AttentionArgs& args, const SequenceKv& seq, const SharedK
   if (out->row == row) return;
   out->row = row;
   out->count = 0;
+  out->is_decoded = false;
   const int64_t position = seq.start_position + row - seq.first_row;
   AppendWindow(args, seq, shared, position, out);
   if (args.ratio != 0) {
@@ -181,7 +185,10 @@ void CollectKeys(const AttentionArgs& args, const SequenceKv& seq, const SharedK
       for (int64_t j = 0; j < visible; ++j) AppendEntry(args, paged, shared, j, out);
     }
   }
-  for (int64_t k = out->count; k % kKeysPerTile != 0; ++k) out->keys[k] = out->keys[out->count - 1];
+  for (int64_t k = out->count; k % kKeysPerTile != 0; ++k) {
+    out->keys[k] = out->keys[out->count - 1];
+    out->stored[k] = StoredKey{};
+  }
 }
 
 }  // namespace isthmus::kernels

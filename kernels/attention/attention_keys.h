@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the keys of one query come from on the CPU: the window ring, the chunk and the pages. Keys
 // are pointers to f32 rows in the order in which they are summed; stored fp8 entries are decoded
-// into scratch, once per sequence where its queries share them, else once per query.
+// into scratch, once per sequence where its queries share them, else once per query: by whoever
+// scores them, so that they are used while they lie in L1.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,20 @@ struct SharedKeys {
   int64_t num_entries = 0;
 };
 
+// A stored entry that is yet to be decoded; no entry where `data` is null.
+struct StoredKey {
+  const std::byte* data = nullptr;
+  const std::byte* scale = nullptr;
+  float* decoded = nullptr;  // [head_dim]
+};
+
 // The keys of one query, and the scratch of the thread that works on it.
 struct QueryKeys {
   int64_t row = -1;              // The query that the rest belongs to; -1: none yet.
   int64_t count = 0;             // Keys; the list is padded with its last key to a multiple of 4.
   const float** keys = nullptr;  // [max_keys]
+  StoredKey* stored = nullptr;   // [max_keys]; those among the keys that are yet to be decoded.
+  bool is_decoded = false;       // Nothing of `stored` is left to do.
   float* decoded = nullptr;      // [max_keys][head_dim]
   uint64_t* marks = nullptr;     // One bit per visible entry, for sorting `selected`.
   float* scores = nullptr;       // [heads of a task][max_keys]
@@ -40,7 +50,8 @@ SharedKeys* DecodeSharedKeys(const AttentionArgs& args, const Exec& exec, Worksp
 QueryKeys* TakeQueryKeys(const AttentionArgs& args, const SharedKeys* shared, int64_t task_heads,
                          const Exec& exec, Workspace::Scope& scope);
 
-// Makes `out` the keys of `row` of `seq`; nothing to do when it holds them already.
+// Makes `out` the keys of `row` of `seq`, some of them stored ones that the caller decodes; nothing
+// to do when it holds them already.
 void CollectKeys(const AttentionArgs& args, const SequenceKv& seq, const SharedKeys& shared,
                  int64_t row, QueryKeys* out);
 
