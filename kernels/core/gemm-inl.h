@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of the CPU matrix product, once per SIMD target. Two shapes of work give the same bits:
+// The loops of the CPU matrix product, once per SIMD target. Three shapes of work give the same
+// bits:
 //
-//   fused  1 to 4 rows: each weight vector is decoded and multiplied at once, several panels side
-//          by side so that the chains of FMAs hide their latency. Bound by decoding.
-//   tiled  more rows: a block of 128 inputs of one or two panels is decoded into L1 once and
-//          multiplied with up to 16 tiles of rows. Bound by FMA. Few rows are read where they lie,
-//          many are packed first, tile by tile, since rows that lie far apart cost more to read.
+//   fused     1 to 4 rows: each weight vector is decoded and multiplied at once, several panels
+//             side by side so that the chains of FMAs hide their latency. Bound by decoding.
+//   streamed  up to kStreamedRows rows on AVX-512, packed: the same with up to 16 rows at once. A
+//             weight is decoded for each 16 rows, on ports that FMAs leave free. Bound by FMA.
+//   tiled     more rows, packed: a block of 128 inputs of one or two panels is decoded into L1 once
+//             and multiplied with up to 16 tiles of rows. Bound by FMA.
 //
-// In both, output (m, n) sees: acc = 0; acc = fma(x, w, acc) over its group in ascending k;
+// In all, output (m, n) sees: acc = 0; acc = fma(x, w, acc) over its group in ascending k;
 // total = fma(acc, scale, total) over the groups in ascending order.
 
 #if defined(ISTHMUS_KERNELS_CORE_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -20,6 +22,8 @@
 #include <algorithm>
 
 #include "kernels/core/gemm_blocks.h"
+#include "kernels/core/gemm_decode-inl.h"
+#include "kernels/core/gemm_streamed-inl.h"
 #include "kernels/core/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -35,32 +39,6 @@ static_assert(kTileRows <= kMaxTileRows && kTileWidth <= kTilePanels);
 template <int kRows>
 inline constexpr int kFusedWidth = kLanes == 16 ? (kRows <= 2 ? 4 : 2)
                                                 : (kRows == 1 ? 4 : (kRows == 2 ? 2 : 1));
-
-template <WeightFormat kFormat>
-inline constexpr bool kPairs = kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kNvfp4;
-
-// The weights of input k (not for pairs).
-template <WeightFormat kFormat>
-HWY_INLINE F32x16 DecodeOne(const uint8_t* elements, int64_t k) {
-  if constexpr (kFormat == WeightFormat::kF32) {
-    return Load16(reinterpret_cast<const float*>(elements) + k * 16);
-  } else if constexpr (kFormat == WeightFormat::kBf16) {
-    return DecodeBf16x16(reinterpret_cast<const uint16_t*>(elements) + k * 16);
-  } else {
-    return DecodeE4m3x16(elements + k * 16);
-  }
-}
-
-template <WeightFormat kFormat>
-HWY_INLINE F32x16 DecodeScale(const uint8_t* scales, float global_scale) {
-  if constexpr (kFormat == WeightFormat::kNvfp4) {
-    return Mul16(DecodeE4m3x16(scales), Set16(global_scale));
-  } else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kFp8Block128) {
-    return DecodeUe8m0x16(scales);
-  } else {
-    return Set16(1.0f);
-  }
-}
 
 // ---- Fused.
 
@@ -201,20 +179,10 @@ HWY_INLINE void DecodePanel(const WeightView& w, const PanelBlock& block, int64_
   }
 }
 
-// The inputs of a tile: packed [kn][kTileRows], or rows where they lie.
-struct PackedInputs {
-  const float* x;
-  float at(int r, int64_t k) const { return x[k * kTileRows + r]; }
-};
-struct RowInputs {
-  const float* rows[kTileRows];
-  float at(int r, int64_t k) const { return rows[r][k]; }
-};
-
 // The first kRows rows of a tile over one block of K: totals[r][p][16] += scale * (x . w).
-template <int kWidth, int kRows, typename Inputs>
-HWY_NOINLINE void MultiplyTile(const Inputs& x, const GemmScratch* HWY_RESTRICT decoded, int64_t kn,
-                               int64_t group, float* HWY_RESTRICT totals) {
+template <int kWidth, int kRows>
+HWY_NOINLINE void MultiplyTile(const float* HWY_RESTRICT x, const GemmScratch* HWY_RESTRICT decoded,
+                               int64_t kn, int64_t group, float* HWY_RESTRICT totals) {
   for (int64_t begin = 0, g = 0; begin < kn; begin += group, ++g) {
     F32x16 acc[kRows][kWidth];
     ISTHMUS_UNROLL
@@ -231,7 +199,7 @@ HWY_NOINLINE void MultiplyTile(const Inputs& x, const GemmScratch* HWY_RESTRICT 
       }
       ISTHMUS_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const F32x16 factor = Set16(x.at(r, k));
+        const F32x16 factor = Set16(x[k * kTileRows + r]);
         ISTHMUS_UNROLL
         for (int p = 0; p < kWidth; ++p) {
           acc[r][p] = MulAdd16(factor, weight[p], acc[r][p]);
@@ -258,16 +226,7 @@ HWY_INLINE void MultiplyTileAt(const GemmPlan& plan, int64_t t, int64_t k0, int6
   const int64_t group = SumGroup(plan.w);
   const int64_t first = t * kTileRows;
   const int64_t rows = std::min(kTileRows, plan.x.rows - first);
-  if (plan.packed_x != nullptr) {
-    const PackedInputs x = {plan.packed_x + (t * plan.w.cols + k0) * kTileRows};
-    if (rows > kHalf) return MultiplyTile<kWidth, kTileRows>(x, scratch, kn, group, totals);
-    return MultiplyTile<kWidth, kHalf>(x, scratch, kn, group, totals);
-  }
-  RowInputs x;
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    // Rows beyond the last repeat it; nobody reads their sums.
-    x.rows[r] = plan.x.f32(first + std::min(r, rows - 1)) + k0;
-  }
+  const float* x = plan.packed_x + (first * plan.w.cols + k0 * kTileRows);
   if (rows > kHalf) return MultiplyTile<kWidth, kTileRows>(x, scratch, kn, group, totals);
   return MultiplyTile<kWidth, kHalf>(x, scratch, kn, group, totals);
 }
@@ -326,6 +285,8 @@ HWY_INLINE void Item(const GemmPlan& plan, int64_t item, GemmScratch* scratch) {
   const int64_t end = std::min(begin + plan.panels_per_item, plan.panels);
   if (plan.x.rows <= kFusedRows) {
     FusedItem<kFormat>(plan, begin, end, scratch);
+  } else if (IsStreamed(plan.x.rows)) {
+    if constexpr (kStreams) StreamItem<kFormat>(plan, begin, end, scratch);
   } else {
     TileItem<kFormat>(plan, row_block, begin, end, scratch);
   }
@@ -346,18 +307,58 @@ inline void GemmItemT(const GemmPlan& plan, int64_t item, GemmScratch* scratch) 
   }
 }
 
-inline int64_t GemmTileRowsT() { return kTileRows; }
+// Rows of a tile of `rows` rows that are packed; the last of streamed ones may be smaller.
+inline int64_t GemmTileRowsT(int64_t rows) {
+  return IsStreamed(rows) ? kStreamTileRows : kTileRows;
+}
 
-// out[k][kTileRows] of tile `tile`; rows beyond the last are zero.
-inline void PackTileT(const MatrixView& x, int64_t tile, float* out) {
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    const int64_t row = tile * kTileRows + r;
-    if (row >= x.rows) {
-      for (int64_t k = 0; k < x.cols; ++k) out[k * kTileRows + r] = 0.0f;
-      continue;
-    }
-    const float* in = x.f32(row);
-    for (int64_t k = 0; k < x.cols; ++k) out[k * kTileRows + r] = in[k];
+// Rows of all tiles together.
+inline int64_t GemmPackedRowsT(int64_t rows) {
+  const int64_t whole = IsStreamed(rows) ? kStreamStepRows : kTileRows;
+  return (rows + whole - 1) / whole * whole;
+}
+
+// Four rows from x[first_row] as columns of out[k][stride].
+HWY_INLINE void PackFourRows(const MatrixView& x, int64_t first_row, int64_t stride, float* out) {
+  const hn::FixedTag<float, 4> d;
+  const hn::Repartition<double, decltype(d)> pairs;
+  const float* in[4];
+  for (int r = 0; r < 4; ++r) in[r] = x.f32(first_row + r);
+  int64_t k = 0;
+  for (; k + 4 <= x.cols; k += 4) {
+    const auto a = hn::LoadU(d, in[0] + k);
+    const auto b = hn::LoadU(d, in[1] + k);
+    const auto c = hn::LoadU(d, in[2] + k);
+    const auto e = hn::LoadU(d, in[3] + k);
+    const auto ab_low = hn::BitCast(pairs, hn::InterleaveLower(d, a, b));
+    const auto ab_high = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
+    const auto ce_low = hn::BitCast(pairs, hn::InterleaveLower(d, c, e));
+    const auto ce_high = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
+    float* column = out + k * stride;
+    hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, ab_low, ce_low)), d, column);
+    hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, ab_low, ce_low)), d, column + stride);
+    hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, ab_high, ce_high)), d,
+               column + 2 * stride);
+    hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, ab_high, ce_high)), d,
+               column + 3 * stride);
+  }
+  for (; k < x.cols; ++k) {
+    for (int r = 0; r < 4; ++r) out[k * stride + r] = in[r][k];
+  }
+}
+
+// out[k][rows of the tile] of the tile that begins at row `first`; rows beyond the last are zero.
+inline void PackTileT(const MatrixView& x, int64_t first, float* out) {
+  const int64_t tile_rows = IsStreamed(x.rows) ? StreamedRows(x.rows - first) : kTileRows;
+  const int64_t rows = std::min(tile_rows, x.rows - first);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) PackFourRows(x, first + r, tile_rows, out + r);
+  for (; r < rows; ++r) {
+    const float* in = x.f32(first + r);
+    for (int64_t k = 0; k < x.cols; ++k) out[k * tile_rows + r] = in[k];
+  }
+  for (; r < tile_rows; ++r) {
+    for (int64_t k = 0; k < x.cols; ++k) out[k * tile_rows + r] = 0.0f;
   }
 }
 

@@ -21,6 +21,7 @@ namespace isthmus::kernels {
 
 HWY_EXPORT(GemmItemT);
 HWY_EXPORT(GemmTileRowsT);
+HWY_EXPORT(GemmPackedRowsT);
 HWY_EXPORT(PackTileT);
 
 namespace {
@@ -66,16 +67,18 @@ bool SameInput(const MatrixView& a, const MatrixView& b) {
   return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.row_stride == b.row_stride;
 }
 
-// Rows as the tiles read them, [tile][k][row of the tile].
+// Rows as the tiles read them, [tile][k][row of the tile]. Tiles have tile_rows rows, and the last
+// one as many as it needs.
 const float* PackRows(const MatrixView& x, int64_t tile_rows, const Exec& exec,
                       Workspace::Scope& scope) {
   const int64_t tiles = CeilDiv(x.rows, tile_rows);
   const int64_t tile_floats = tile_rows * x.cols;
-  float* packed = scope.Take<float>(tiles * tile_floats);
+  float* packed = scope.Take<float>(HWY_DYNAMIC_DISPATCH(GemmPackedRowsT)(x.rows) * x.cols);
   const int64_t grain = std::max<int64_t>(1, 2 * kItemWork / std::max<int64_t>(tile_floats, 1));
   ParallelFor(exec, tiles, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
-      HWY_DYNAMIC_DISPATCH(PackTileT)(x, t, packed + t * tile_floats);
+      const int64_t first = t * tile_rows;
+      HWY_DYNAMIC_DISPATCH(PackTileT)(x, first, packed + first * x.cols);
     }
   });
   return packed;
@@ -91,16 +94,16 @@ void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const
 void GemmMany(std::span<const GemmTask> tasks, const Exec& exec) {
   Workspace::Scope scope(exec.workspace);
   const auto count = static_cast<int64_t>(tasks.size());
-  const int64_t tile_rows = HWY_DYNAMIC_DISPATCH(GemmTileRowsT)();
   auto* plans = scope.Take<GemmPlan>(count);
   int64_t items = 0;
   for (int64_t i = 0; i < count; ++i) {
     const GemmTask& t = tasks[static_cast<size_t>(i)];
     CheckTask(t);
+    const int64_t tile_rows = HWY_DYNAMIC_DISPATCH(GemmTileRowsT)(t.x.rows);
     plans[i] = MakePlan(t, tile_rows);
     plans[i].first_item = items;
     items += t.x.rows == 0 ? 0 : plans[i].row_blocks * plans[i].panel_items;
-    if (t.x.rows <= kUnpackedRows) continue;
+    if (t.x.rows <= kFusedRows) continue;
     // Neighbours often share their input (gate and up of an expert): pack it once.
     plans[i].packed_x = i > 0 && SameInput(plans[i - 1].x, t.x)
                             ? plans[i - 1].packed_x

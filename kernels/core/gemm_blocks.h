@@ -11,14 +11,13 @@
 
 namespace isthmus::kernels {
 
-inline constexpr int64_t kBlockK = 128;   // Inputs per block: one fp8 group, 8 KB of f32 panel.
-inline constexpr int64_t kMaxGroups = 8;  // Groups per block: 128 / 16.
-inline constexpr int64_t kFusedRows = 4;  // Up to here rows are multiplied as weights decode.
-// Up to here tiles read rows where they lie: their blocks stay in L1 for all panels of an item.
-inline constexpr int64_t kUnpackedRows = 32;
-inline constexpr int64_t kFusedPanels = 4;     // Panels side by side then, to hide latency.
-inline constexpr int64_t kTilePanels = 2;      // Panels of one register tile (AVX2 uses one).
-inline constexpr int64_t kMaxTileRows = 8;     // Rows of one register tile (AVX2 uses six).
+inline constexpr int64_t kBlockK = 128;       // Inputs per block: one fp8 group, 8 KB of f32 panel.
+inline constexpr int64_t kMaxGroups = 8;      // Groups per block: 128 / 16.
+inline constexpr int64_t kFusedRows = 4;      // Up to here rows are multiplied as weights decode.
+inline constexpr int64_t kStreamedRows = 32;  // Up to here too, where there are registers.
+inline constexpr int64_t kFusedPanels = 4;    // Panels side by side then, to hide latency.
+inline constexpr int64_t kTilePanels = 2;     // Panels of one register tile (AVX2 uses one).
+inline constexpr int64_t kMaxTileRows = 8;    // Rows of one register tile (AVX2 uses six).
 inline constexpr int64_t kTilesPerBlock = 16;  // Tiles that share one decoded panel block.
 
 struct PanelBlock {
@@ -55,7 +54,7 @@ struct GemmPlan {
   MatrixView x;
   WeightView w;
   MatrixView out;
-  const float* packed_x = nullptr;  // [tiles][K][tile rows], zero rows at the end; few rows: null.
+  const float* packed_x = nullptr;  // [tiles][K][tile rows], zero rows at the end; fused: null.
   int64_t panels = 0;
   int64_t panels_per_item = 1;
   int64_t panel_items = 0;
