@@ -35,10 +35,18 @@ struct ScoreTask {
   const float* q = nullptr;     // [num_heads][dim]
   const float* w = nullptr;     // [num_heads]
   const float* keys = nullptr;  // [dim][kKeysPerBlock]
+  int64_t num_keys = 0;         // Of the block; beyond it scores are of no use.
   int64_t num_heads = 0;
   int64_t dim = 0;
   bool is_reference = false;
   float* scores = nullptr;  // [kKeysPerBlock]
+};
+
+// Up to sixteen stored fp4 keys.
+struct StoredKeys {
+  int64_t count = 0;
+  const uint8_t* data[16];   // [dim / 2]
+  const uint8_t* scale[16];  // [dim / kIndexKeyBlock]
 };
 
 }  // namespace isthmus::kernels
@@ -87,16 +95,71 @@ HWY_INLINE void ScoreTile(const ScoreTask& task, int64_t h, int64_t j) {
   }
 }
 
-void ScoreBlock(const ScoreTask& task) {
+// Scores of kVectors registers of keys from `j`.
+template <int kVectors>
+HWY_INLINE void ScoreHeads(const ScoreTask& task, int64_t j) {
   constexpr int kHeads = kParts == 1 ? 4 : 2;  // 16 sums fill AVX-512's registers; AVX2 has half.
-  constexpr int kVectors = 4;
-  for (int64_t j = 0; j < kKeysPerBlock; j += kVectors * static_cast<int64_t>(kLanes)) {
-    int64_t h = 0;
-    for (; h + kHeads <= task.num_heads; h += kHeads) ScoreTile<kHeads, kVectors>(task, h, j);
-    for (; h < task.num_heads; ++h) ScoreTile<1, kVectors>(task, h, j);
-  }
+  int64_t h = 0;
+  for (; h + kHeads <= task.num_heads; h += kHeads) ScoreTile<kHeads, kVectors>(task, h, j);
+  for (; h < task.num_heads; ++h) ScoreTile<1, kVectors>(task, h, j);
+}
+
+void ScoreBlock(const ScoreTask& task) {
+  constexpr auto kStep = static_cast<int64_t>(kLanes);
+  int64_t j = 0;
+  for (; j + 3 * kStep < task.num_keys; j += 4 * kStep) ScoreHeads<4>(task, j);
+  for (; j + kStep < task.num_keys; j += 2 * kStep) ScoreHeads<2>(task, j);
+  for (; j < task.num_keys; j += kStep) ScoreHeads<1>(task, j);
   if (!task.is_reference) return;
-  MapRow16([](VF x) HWY_ATTR { return RoundBf16V(x); }, task.scores, kKeysPerBlock, task.scores);
+  MapRow16([](VF x) HWY_ATTR { return RoundBf16V(x); }, task.scores,
+           static_cast<size_t>(task.num_keys), task.scores);
+}
+
+// The transpose of sixteen rows of sixteen bytes, in place. Each round turns the eight bits of a
+// byte's address, row and then column, by one.
+HWY_INLINE void TransposeBytes(uint8_t (&bytes)[16][16]) {
+  const hn::FixedTag<uint8_t, 16> d;
+  using V = hn::Vec<decltype(d)>;
+  V rows[16];
+  V turned[16];
+  ISTHMUS_UNROLL
+  for (int i = 0; i < 16; ++i) rows[i] = hn::Load(d, bytes[i]);
+  ISTHMUS_UNROLL
+  for (int round = 0; round < 4; ++round) {
+    ISTHMUS_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      turned[2 * i] = hn::InterleaveLower(d, rows[i], rows[i + 8]);
+      turned[2 * i + 1] = hn::InterleaveUpper(d, rows[i], rows[i + 8]);
+    }
+    ISTHMUS_UNROLL
+    for (int i = 0; i < 16; ++i) rows[i] = turned[i];
+  }
+  ISTHMUS_UNROLL
+  for (int i = 0; i < 16; ++i) hn::Store(rows[i], d, bytes[i]);
+}
+
+// Stored fp4 keys as sixteen columns of out[channel][kKeysPerBlock], with the bits of
+// DecodeIndexKey; columns beyond the last key are zero.
+void DecodeKeyColumns(const StoredKeys& keys, int64_t dim, float* out) {
+  alignas(16) uint8_t bytes[16][16];
+  uint8_t scales[16] = {};
+  for (int64_t block = 0; block < dim / kIndexKeyBlock; ++block) {
+    for (int64_t j = 0; j < keys.count; ++j) {
+      std::memcpy(bytes[j], keys.data[j] + block * 16, 16);
+      scales[j] = keys.scale[j][block];
+    }
+    for (int64_t j = keys.count; j < 16; ++j) std::memset(bytes[j], 0, 16);
+    TransposeBytes(bytes);
+    const F32x16 factor = DecodeUe8m0x16(scales);
+    float* column = out + block * kIndexKeyBlock * kKeysPerBlock;
+    for (int i = 0; i < 16; ++i, column += 2 * kKeysPerBlock) {
+      F32x16 even;
+      F32x16 odd;
+      DecodeE2m1Pairs16(bytes[i], &even, &odd);
+      Store16(Mul16(even, factor), column);
+      Store16(Mul16(odd, factor), column + kKeysPerBlock);
+    }
+  }
 }
 
 // The butterflies of strides below a register's width, then the rest between registers.
@@ -143,6 +206,7 @@ namespace isthmus::kernels {
 namespace {
 
 HWY_EXPORT(ScoreBlock);
+HWY_EXPORT(DecodeKeyColumns);
 HWY_EXPORT(HadamardT);
 
 constexpr int64_t kRowsPerItem = 64;
@@ -219,18 +283,34 @@ const Item& FindItem(const Item* begin, const Item* end, int64_t index, Field fi
   return *(after - 1);
 }
 
-// Decodes keys [first, first + kKeysPerBlock) into columns; columns beyond `num_keys` are zero.
+// Decodes fp4 keys [first, first + count) into columns, and zeros up to a multiple of sixteen.
+void TransposeFp4Keys(const PagedEntries& paged, int64_t first, int64_t count, int64_t dim,
+                      float* keys) {
+  for (int64_t begin = 0; begin < count; begin += 16) {
+    StoredKeys stored;
+    stored.count = std::min<int64_t>(count - begin, 16);
+    for (int64_t j = 0; j < stored.count; ++j) {
+      const int64_t key = first + begin + j;
+      stored.data[j] = reinterpret_cast<const uint8_t*>(paged.data(key));
+      stored.scale[j] = reinterpret_cast<const uint8_t*>(paged.scale(key));
+    }
+    HWY_DYNAMIC_DISPATCH(DecodeKeyColumns)(stored, dim, keys + begin);
+  }
+}
+
+// Decodes keys [first, first + kKeysPerBlock) into columns. Those beyond `num_keys` are zero up to
+// a multiple of sixteen, which is what is read.
 void TransposeKeys(const IndexerArgs& args, const SequenceKv& seq, int64_t first, int64_t num_keys,
                    float* row, float* keys) {
   const PagedEntries paged = {seq.pages[kIndexKey], args.key_plane};
   const int64_t count = std::min(kKeysPerBlock, num_keys - first);
+  if (args.key_plane.format == EntryFormat::kKeyFp4) {
+    return TransposeFp4Keys(paged, first, count, args.dim, keys);
+  }
   for (int64_t j = 0; j < count; ++j) {
     const float* key = row;
     if (args.key_plane.format == EntryFormat::kKeyF32) {
       key = reinterpret_cast<const float*>(paged.data(first + j));
-    } else if (args.key_plane.format == EntryFormat::kKeyFp4) {
-      DecodeIndexKey(paged.data(first + j), paged.scale(first + j), static_cast<int>(args.dim),
-                     row);
     } else {
       for (int64_t d = 0; d < args.dim; ++d) {
         row[d] =
@@ -239,7 +319,7 @@ void TransposeKeys(const IndexerArgs& args, const SequenceKv& seq, int64_t first
     }
     for (int64_t d = 0; d < args.dim; ++d) keys[d * kKeysPerBlock + j] = key[d];
   }
-  for (int64_t j = count; j < kKeysPerBlock; ++j) {
+  for (int64_t j = count; j % 16 != 0; ++j) {
     for (int64_t d = 0; d < args.dim; ++d) keys[d * kKeysPerBlock + j] = 0.0f;
   }
 }
@@ -255,6 +335,7 @@ void ScoreItem(const IndexerArgs& args, const Item& item, int64_t block, float* 
     const ScoreTask task = {.q = args.q.f32(row),
                             .w = args.w.f32(row),
                             .keys = keys,
+                            .num_keys = std::min(kKeysPerBlock, visible - first),
                             .num_heads = args.num_heads,
                             .dim = args.dim,
                             .is_reference = args.arithmetic == Arithmetic::kReference,
