@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "services/model/device_context.h"
 
+#include <algorithm>
+
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "services/base/status_macros.h"
 
@@ -20,6 +23,26 @@ absl::StatusOr<int> ParseDevice(const std::string& name) {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("device is \"", name, "\", must be cpu or cuda:<number>"));
+}
+
+absl::StatusOr<std::vector<int>> ParseDevices(const std::string& names, int ranks) {
+  std::vector<int> devices;
+  for (const absl::string_view name : absl::StrSplit(names, ',')) {
+    ISTHMUS_ASSIGN_OR_RETURN(const int device, ParseDevice(std::string(name)));
+    devices.push_back(device);
+  }
+  if (devices.size() == 1) {
+    while (static_cast<int>(devices.size()) < ranks) devices.push_back(devices.back() + 1);
+  }
+  if (static_cast<int>(devices.size()) != ranks) {
+    return absl::InvalidArgumentError(absl::StrCat("device is \"", names, "\", which are ",
+                                                   devices.size(), " GPUs, for ", ranks, " ranks"));
+  }
+  if (std::ranges::any_of(devices, [](int device) { return device < 0; })) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device is \"", names, "\", want a GPU for each of ", ranks, " ranks"));
+  }
+  return devices;
 }
 
 absl::StatusOr<std::unique_ptr<DeviceContext>> DeviceContext::Open(int device) {

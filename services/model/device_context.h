@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/core/device.h"
@@ -15,6 +16,10 @@ namespace isthmus::model {
 
 // The number of "cuda:<number>"; -1 of "cpu". InvalidArgument: neither.
 absl::StatusOr<int> ParseDevice(const std::string& name);
+
+// The numbers of a group of `ranks` GPUs: as many names with commas between them, or one name, the
+// first of so many in a row. InvalidArgument: neither, or the CPU.
+absl::StatusOr<std::vector<int>> ParseDevices(const std::string& names, int ranks);
 
 class DeviceContext {
  public:

@@ -3,6 +3,7 @@
 // through host memory, and pages of one kind of worker serve the other.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/patches.h"
@@ -12,11 +13,15 @@
 namespace isthmus::worker {
 namespace {
 
+const char* TwoRanks() { return kernels::NumDevices() > 1 ? "cuda:0,cuda:1" : "cuda:0,cuda:0"; }
+
 WorkerConfig ConfigOn(const std::string& device, int32_t page_tokens = 128) {
   WorkerConfig config;
   config.checkpoint = ISTHMUS_SOURCE_DIR "/tests/golden/tiny-random-3layer/nvfp4-cast";
   config.device = device;
-  config.patches = kernels::NoPatches();  // The trusted paths have the bits of the CPU.
+  config.tp = 1 + static_cast<int32_t>(std::ranges::count(device, ','));
+  config.liveness_timeout = absl::Minutes(10);  // The emulator is slow.
+  config.patches = kernels::NoPatches();        // The trusted paths have the bits of the CPU.
   config.page_tokens = page_tokens;
   config.cache_tokens = 1024;
   config.chunk_tokens = 64;
@@ -27,6 +32,8 @@ WorkerConfig ConfigOn(const std::string& device, int32_t page_tokens = 128) {
 
 // More than one page of 128 tokens, so that the first is pushed while the rest is computed. The
 // second time both workers have it, and the prefill worker a snapshot of the state behind it.
+//
+// A device with a comma in it stands for two ranks.
 TestReply ReplyOf(const std::string& prefill, const std::string& decode,
                   int32_t page_tokens = 128) {
   WorkerPair pair(ConfigOn(prefill, page_tokens), ConfigOn(decode, page_tokens));
@@ -58,6 +65,16 @@ TEST(DeviceWorkerTest, RepliesAreThoseOfTheCpu) {
   const TestReply other_pages = ReplyOf("cuda:0", "cpu", 256);
   EXPECT_EQ(want.tokens, other_pages.tokens);
   EXPECT_EQ(want.digests, other_pages.digests);
+}
+
+// Pages of a worker without a GPU serve every rank of another, and pages of ranks one without.
+TEST(DeviceWorkerTest, RanksTakeAndGivePages) {
+  ISTHMUS_REQUIRE_DEVICE();
+  if (kernels::IsRealDevice() && kernels::NumDevices() < 2) GTEST_SKIP() << "needs two GPUs";
+  EXPECT_EQ(ReplyOf("cpu", TwoRanks()).tokens.size(), 4u);
+  WorkerPair pair(ConfigOn(TwoRanks()), ConfigOn("cpu"));
+  const TestReply reply = pair.Run(RequestOf(kernels::IsRealDevice() ? 300 : 12, 4));
+  EXPECT_EQ(reply.end, v1::SEQUENCE_END_LENGTH) << reply.error.DebugString();
 }
 
 TEST(DeviceWorkerTest, RefusesADeviceThatIsNotThere) {

@@ -25,8 +25,11 @@ kv::PagePool& PageStaging::pages(size_t region) const {
 absl::StatusOr<std::unique_ptr<PageStaging>> PageStaging::Create(kv::CachePool* pool,
                                                                  bool has_mirrors) {
   std::unique_ptr<PageStaging> staging(new PageStaging(pool));
-  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool->device()));
-  ISTHMUS_ASSIGN_OR_RETURN(staging->stream_, kernels::DeviceStream::Create());
+  for (int rank = staging->num_ranks() - 1; rank >= 0; --rank) {  // Ends on the first's device.
+    ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool->slots().arena().device_of(rank)));
+    ISTHMUS_ASSIGN_OR_RETURN(kernels::DeviceStream stream, kernels::DeviceStream::Create());
+    staging->streams_.insert(staging->streams_.begin(), std::move(stream));
+  }
   if (!has_mirrors) return staging;
   for (size_t region = 0; region < staging->mirrors_.size(); ++region) {
     ISTHMUS_ASSIGN_OR_RETURN(staging->mirrors_[region],
@@ -57,10 +60,20 @@ std::byte* PageStaging::MirrorOf(const std::byte* address) const {
 
 absl::Status PageStaging::CopyUp(const kv::SequenceCache& cache, int64_t num_tokens,
                                  int64_t held_tokens) {
-  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool_->device()));
   MutexLock lock(mutex_);
-  const auto copy = [&](std::byte* page, int64_t bytes) {
-    return kernels::CopyToDevice(page, MirrorOf(page), bytes, stream_.get());
+  for (int rank = num_ranks() - 1; rank >= 0; --rank) {
+    ISTHMUS_RETURN_IF_ERROR(CopyUp(rank, cache, num_tokens, held_tokens));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PageStaging::CopyUp(int rank, const kv::SequenceCache& cache, int64_t num_tokens,
+                                 int64_t held_tokens) {
+  ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(pool_->slots().arena().device_of(rank)));
+  const kernels::DeviceStream& stream = streams_[static_cast<size_t>(rank)];
+  const auto copy = [&](const kv::PagePool& pool, int32_t page) {
+    return kernels::CopyToDevice(pool.address_of(rank, page), MirrorOf(pool.address(page)),
+                                 pool.page_bytes(), stream.get());
   };
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const auto kind = static_cast<kernels::CacheKindIndex>(k);
@@ -69,12 +82,11 @@ absl::Status PageStaging::CopyUp(const kv::SequenceCache& cache, int64_t num_tok
     const int64_t count = pool_->layout().PagesFor(kind, num_tokens);
     for (int64_t i = held_tokens / pool_->layout().geometry.page_tokens; i < count; ++i) {
       const int32_t page = cache.pages(kind)[static_cast<size_t>(i)];
-      ISTHMUS_RETURN_IF_ERROR(copy(pool.address(page), pool.page_bytes()));
+      ISTHMUS_RETURN_IF_ERROR(copy(pool, page));
     }
   }
-  const kv::PagePool& slots = pool_->slots();
-  ISTHMUS_RETURN_IF_ERROR(copy(slots.address(cache.slot()), slots.page_bytes()));
-  return stream_.Synchronise();
+  ISTHMUS_RETURN_IF_ERROR(copy(pool_->slots(), cache.slot()));
+  return stream.Synchronise();
 }
 
 absl::StatusOr<kernels::PinnedBuffer> PageStaging::Borrow(int64_t bytes) {
@@ -104,10 +116,10 @@ absl::Status PageStaging::CopyDown(const std::vector<std::pair<const std::byte*,
   int64_t at = 0;
   for (const auto& [address, bytes] : from) {
     ISTHMUS_CHECK(at + bytes <= to.bytes());
-    ISTHMUS_RETURN_IF_ERROR(kernels::CopyToHost(to.data() + at, address, bytes, stream_.get()));
+    ISTHMUS_RETURN_IF_ERROR(kernels::CopyToHost(to.data() + at, address, bytes, streams_[0].get()));
     at += bytes;
   }
-  return stream_.Synchronise();
+  return streams_[0].Synchronise();
 }
 
 }  // namespace isthmus::worker

@@ -4,7 +4,7 @@
 //   prefill  pages are copied down into pinned memory; their digests are computed there, and the
 //            write reads from there
 //   decode   writes land in mirrors of the pools, page by page under the same number; what has been
-//            verified there is copied up before the sequence runs
+//            verified there, once, is copied up to every rank before the sequence runs
 //
 // A mirror takes memory only where writes have landed. Thread-safe.
 #pragma once
@@ -37,7 +37,8 @@ class PageStaging {
   std::byte* MirrorOf(const std::byte* address) const;
 
   // Copies the pages and the state slot of the first `num_tokens` tokens of `cache` up from the
-  // mirrors, and waits. The pages of the first `held_tokens` did not come and are left alone.
+  // mirrors to every rank, and waits. The pages of the first `held_tokens` did not come and are
+  // left alone.
   absl::Status CopyUp(const kv::SequenceCache& cache, int64_t num_tokens, int64_t held_tokens);
 
   // Pinned memory until it is given back.
@@ -50,12 +51,15 @@ class PageStaging {
 
  private:
   explicit PageStaging(kv::CachePool* pool) : pool_(pool) {}
+  int num_ranks() const { return pool_->slots().arena().num_ranks(); }
+  absl::Status CopyUp(int rank, const kv::SequenceCache& cache, int64_t num_tokens,
+                      int64_t held_tokens);
   kv::PagePool& pages(size_t region) const;
 
   kv::CachePool* const pool_;
   std::array<kv::Arena, kernels::kNumPagedKinds + 1> mirrors_;
-  Mutex mutex_;  // Guards what follows.
-  kernels::DeviceStream stream_;
+  Mutex mutex_;                                 // Guards what follows.
+  std::vector<kernels::DeviceStream> streams_;  // By rank.
   std::vector<kernels::PinnedBuffer> idle_;
 };
 

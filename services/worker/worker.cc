@@ -103,15 +103,16 @@ absl::Status Worker::LoadCheckpoint() {
   threads_ = std::make_unique<ThreadPool>(NumThreads(config_));
   model::WeightOptions options;
   if (config_.index_topk > 0) options.index_topk = config_.index_topk;
-  ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(config_.device));
-  if (device >= 0) options.residency = model::WeightOptions::kMapped;
+  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int> devices, DevicesOf(config_));
+  if (!devices.empty()) options.residency = model::WeightOptions::kMapped;
   const auto arithmetic =
       config_.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
   ISTHMUS_ASSIGN_OR_RETURN(weights_,
                            model::Weights::Load(config_.checkpoint, options, threads_.get()));
+  if (devices.size() > 1) return OpenRanks(devices);
   model::ModelViews views = weights_->views();
-  if (device >= 0) {
-    ISTHMUS_RETURN_IF_ERROR(OpenDevice(device));
+  if (!devices.empty()) {
+    ISTHMUS_RETURN_IF_ERROR(OpenDevice(devices[0]));
     views = device_weights_->views();
   }
   ISTHMUS_ASSIGN_OR_RETURN(forward_,
@@ -129,8 +130,27 @@ absl::Status Worker::OpenDevice(int device) {
   return absl::OkStatus();
 }
 
+// The forward pass comes with the cache, in BuildEngine.
+absl::Status Worker::OpenRanks(const std::vector<int>& devices) {
+  RankGroupOptions options;
+  options.devices = devices;
+  options.arithmetic =
+      config_.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
+  options.page_tokens = config_.page_tokens;
+  options.max_sequences = config_.max_sequences;
+  // The last word comes before a probe finds the process not to be live.
+  options.step_limit = config_.liveness_timeout * 3 / 4;
+  ISTHMUS_ASSIGN_OR_RETURN(ranks_, RankGroup::Create(*weights_, options, threads_.get()));
+  return absl::OkStatus();
+}
+
+const model::DeviceContext* Worker::device() const {
+  return ranks_ != nullptr ? &ranks_->first() : device_.get();
+}
+
 absl::Status Worker::BuildEngine(int32_t end_token_id) {
-  const int device = device_ != nullptr ? device_->device() : kv::kHostMemory;
+  const int number = device() != nullptr ? device()->device() : kv::kHostMemory;
+  const std::vector<int> replicas = ranks_ != nullptr ? ranks_->replicas() : std::vector<int>();
   const kv::PrefixOptions prefixes = {
       .num_snapshots = config_.prefix_snapshots,
       .snapshot_interval = config_.prefix_snapshot_interval,
@@ -139,15 +159,17 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
       .host_bytes = config_.prefix_host_bytes,
       .host_step_bytes = config_.prefix_host_step_bytes};
   ISTHMUS_ASSIGN_OR_RETURN(
-      pool_, kv::CachePool::Create(forward_->layout(), plan_.cache_tokens,
-                                   static_cast<int32_t>(plan_.max_sequences), device, prefixes));
+      pool_, kv::CachePool::Create(ranks_ != nullptr ? ranks_->layout() : forward_->layout(),
+                                   plan_.cache_tokens, static_cast<int32_t>(plan_.max_sequences),
+                                   number, prefixes, replicas));
+  if (ranks_ != nullptr) forward_ = ranks_->Join(*pool_, clock_);
   engine::EngineOptions options;
   options.chunk_tokens = config_.chunk_tokens;
   options.max_batch_tokens = config_.max_batch_tokens;
   options.eos_token_id = end_token_id;
   kernels::Exec exec;
   exec.workspace = &workspace_;
-  if (device_ != nullptr) exec = device_->exec();
+  if (device() != nullptr) exec = device()->exec();
   exec.threads = threads_.get();
   exec.patches = &patches_;
   exec.batch_invariant = config_.batch_invariant;
@@ -165,7 +187,7 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
 absl::Status Worker::Publish(uint64_t incarnation, v1::WorkerRole role) {
   card_.set_incarnation(incarnation != 0 ? incarnation : rpc::NewIncarnation());
   card_.set_transfer_lane(transport_->lane());
-  if (device_ != nullptr) {
+  if (device() != nullptr) {
     ISTHMUS_ASSIGN_OR_RETURN(staging_,
                              PageStaging::Create(pool_.get(), role == v1::WORKER_ROLE_DECODE));
   }

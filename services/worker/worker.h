@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/core/workspace.h"
@@ -23,6 +24,7 @@
 #include "services/model/forward.h"
 #include "services/model/weights.h"
 #include "services/worker/page_staging.h"
+#include "services/worker/rank_group.h"
 #include "services/worker/step_loop.h"
 #include "services/worker/worker_config.h"
 
@@ -99,6 +101,9 @@ class Worker {
   absl::Status TakeModel(WorkerParts& parts);
   absl::Status LoadCheckpoint();
   absl::Status OpenDevice(int device);
+  absl::Status OpenRanks(const std::vector<int>& devices);
+  // The GPU, or that of rank 0; null on the CPU.
+  const model::DeviceContext* device() const;
   absl::Status BuildEngine(int32_t end_token_id);
   absl::Status Publish(uint64_t incarnation, v1::WorkerRole role);
   void FillCard(v1::WorkerRole role);
@@ -109,9 +114,10 @@ class Worker {
   std::unique_ptr<ThreadPool> threads_;
   kernels::Workspace workspace_;
   PatchSet patches_;
-  std::unique_ptr<model::DeviceContext> device_;  // Null on the CPU.
+  std::unique_ptr<model::DeviceContext> device_;  // Null on the CPU, and with ranks_.
   std::unique_ptr<model::Weights> weights_;
   std::unique_ptr<model::DeviceWeights> device_weights_;
+  std::unique_ptr<RankGroup> ranks_;  // Null unless config.tp is more than one.
   std::unique_ptr<model::Forward> forward_;
   engine::MemoryPlan plan_;
   std::unique_ptr<kv::CachePool> pool_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "kernels/core/communicator.h"
 #include "services/base/config.h"
 
 namespace isthmus::worker {
@@ -23,6 +24,7 @@ struct WorkerConfig {
   std::string model_kind = "checkpoint";
   std::string checkpoint;
   std::string device = "cpu";
+  int32_t tp = 1;
   bool batch_invariant = false;
   std::string arithmetic = "reference";
   int32_t index_topk = 0;
@@ -81,7 +83,11 @@ struct WorkerConfig {
     visit("checkpoint", checkpoint, AnyValue{},
           "Directory with config.json, model.safetensors.index.json and the shards.");
     visit("device", device, AnyValue{},
-          "Where the model runs: cpu, or a GPU by its number, as in cuda:0.");
+          "Where the model runs: cpu, or a GPU by its number, as in cuda:0; of tp GPUs the first, "
+          "or all of them with commas.");
+    visit("tp", tp, Range<int32_t>{1, kernels::kMaxRanks},
+          "GPUs that share the model's weights and compute every step together (tensor parallel). "
+          "Each holds the whole cache.");
     visit("batch_invariant", batch_invariant, AnyValue{},
           "A GPU's bits of a sequence do not depend on what else runs; slower.");
     visit("arithmetic", arithmetic, OneOf{{"math", "reference"}},

@@ -22,7 +22,8 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   }
   ISTHMUS_ASSIGN_OR_RETURN(model::ModelConfig model, model::LoadModelConfig(config.checkpoint));
   if (config.index_topk > 0) model.index_topk = config.index_topk;
-  ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(config.device));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int> devices, DevicesOf(config));
+  const int device = devices.empty() ? -1 : devices[0];
   ISTHMUS_ASSIGN_OR_RETURN(const kernels::WeightFormat experts,
                            model::StoredExpertFormat(config.checkpoint, model));
   const auto arithmetic =
@@ -31,7 +32,11 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   ISTHMUS_ASSIGN_OR_RETURN(shape.layout, kernels::KvLayout::Create(model::GeometryOf(
                                              model, arithmetic, config.page_tokens)));
   shape.max_positions = model.max_position_embeddings;
-  ISTHMUS_ASSIGN_OR_RETURN(shape.weight_bytes, model::WeightBytes(model, experts));
+  const absl::StatusOr<int64_t> weight_bytes = model::WeightBytes(model, experts, config.tp);
+  if (!weight_bytes.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("tp: ", weight_bytes.status().message()));
+  }
+  shape.weight_bytes = *weight_bytes;
   // On the CPU what is larger stays in its files and goes through the page cache.
   if (device < 0 && shape.weight_bytes > model::WeightOptions().packed_limit_bytes) {
     shape.weight_bytes = 0;
@@ -48,6 +53,12 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
 }
 
 }  // namespace
+
+absl::StatusOr<std::vector<int>> DevicesOf(const WorkerConfig& config) {
+  if (config.tp > 1) return model::ParseDevices(config.device, config.tp);
+  ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(config.device));
+  return device < 0 ? std::vector<int>() : std::vector<int>{device};
+}
 
 model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
   model::ScriptedOptions options;

@@ -28,6 +28,10 @@ absl::StatusOr<engine::MemoryPlan> PlanWorker(const WorkerConfig& config, const 
 
 model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config);
 
+// The GPUs that the model runs on, one per rank; empty: the CPU. InvalidArgument: config.device
+// names no devices, or another number of them than config.tp.
+absl::StatusOr<std::vector<int>> DevicesOf(const WorkerConfig& config);
+
 // Threads of the kernels: as configured, or one per processor, 64 at most.
 int NumThreads(const WorkerConfig& config);
 

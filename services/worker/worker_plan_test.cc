@@ -61,6 +61,38 @@ TEST(WorkerPlanTest, NeedsNothingButConfigJson) {
   EXPECT_GT(plan.total_bytes, int64_t{183} << 30);
 }
 
+// Each of two GPUs holds about half of the weights, and the whole cache.
+TEST(WorkerPlanTest, OfRanksIsTheMemoryOfOne) {
+  WorkerConfig config;
+  config.checkpoint = FlashFolder();
+  config.device = "cuda:0";
+  config.tp = 2;
+  const auto plan = *Plan(config);
+  EXPECT_DOUBLE_EQ(plan.bytes_per_token(), 3514.25);
+  EXPECT_GT(plan.weight_bytes, int64_t{82'000'000'000});
+  EXPECT_LT(plan.weight_bytes, int64_t{87'000'000'000});
+}
+
+TEST(WorkerPlanTest, NamesADeviceForEachRank) {
+  WorkerConfig config;
+  EXPECT_TRUE(DevicesOf(config)->empty());
+  config.device = "cuda:3";
+  EXPECT_EQ(*DevicesOf(config), (std::vector<int>{3}));
+  config.tp = 2;
+  EXPECT_EQ(*DevicesOf(config), (std::vector<int>{3, 4}));
+  config.device = "cuda:1,cuda:0";
+  EXPECT_EQ(*DevicesOf(config), (std::vector<int>{1, 0}));
+  config.tp = 3;
+  EXPECT_EQ(DevicesOf(config).status().message(),
+            "device is \"cuda:1,cuda:0\", which are 2 GPUs, for 3 ranks");
+  config.device = "cpu";
+  EXPECT_EQ(DevicesOf(config).status().message(),
+            "device is \"cpu\", want a GPU for each of 3 ranks");
+  config.tp = 1;
+  config.device = "cuda:0,cuda:1";
+  EXPECT_EQ(DevicesOf(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(WorkerPlanTest, OnTheCpuLargeWeightsStayInTheirFiles) {
   WorkerConfig config;
   config.checkpoint = FlashFolder();
@@ -83,6 +115,11 @@ TEST(WorkerPlanTest, RefusesWithTheNameOfTheField) {
   config.memory = "1MiB";
   EXPECT_NE(refusal(config).find("raise memory to"), std::string::npos);
   config.memory = "0";
+  config.device = "cuda:0";
+  config.tp = 3;  // Of 8 heads in 2 groups.
+  EXPECT_EQ(refusal(config).find("tp: "), 0u);
+  config.tp = 1;
+  config.device = "cpu";
   config.max_sequence_tokens = 70000;
   EXPECT_NE(refusal(config).find("one sequence of 70000 tokens"), std::string::npos);
   config.checkpoint = "/nowhere";
