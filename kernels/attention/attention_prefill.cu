@@ -14,6 +14,8 @@
 //
 // Letters: g = lane / 4, t = lane % 4 as in mma.cuh; m a tile of 16 heads, n a tile of 8 keys, s a
 // step of 16 channels, j a chunk of 8 channels of the warp's slice.
+#include <type_traits>
+
 #include "kernels/attention/attention_prefill_keys.cuh"
 #include "kernels/core/fast_math.cuh"
 #include "kernels/core/mma.cuh"
@@ -61,32 +63,47 @@ __device__ __forceinline__ void SyncHalf(int half) { SyncThreads(1 + half, kHalf
 using Queries = uint32_t[kSteps][kTilesM][4];
 using Output = float[kTilesM][kSliceChunks][4];
 
-// Two channels of a head as bf16; zero beyond the last head.
-__device__ __forceinline__ uint32_t LoadPair(const DeviceAttention& args, int64_t row, int head,
-                                             int channel) {
-  if (head >= args.num_heads) return 0;
-  const int64_t at = row * args.q_stride + int64_t{head} * kHeadDim + channel;
-  if (args.is_q_bf16) {
-    return *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(args.q) + at);
+// The queries of the slice as A fragments. What is beyond the last head is of that one, and has no
+// place in the output. All loads of two steps are on their way before the first is used: one behind
+// a branch of its own would be waited for.
+template <typename T>
+__device__ __forceinline__ void LoadQueriesOf(const T* of_row, int last_head, int first_head,
+                                              int slice, Queries& q) {
+  const int g = FreshLane() / 4;
+  const int t = FreshLane() % 4;
+  using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, float2>;
+#pragma unroll
+  for (int s = 0; s < kSteps; s += 2) {
+    Pair pairs[2][kTilesM][4];
+#pragma unroll
+    for (int n = 0; n < 8 * kTilesM; ++n) {
+      const int m = n / 8;
+      const int i = n % 4;
+      const int head = min(first_head + 16 * m + 8 * (i % 2) + g, last_head);
+      const int channel = ChunkChannel(slice, 2 * (s + n / 4 % 2) + i / 2) + 2 * t;
+      pairs[n / 4 % 2][m][i] = *reinterpret_cast<const Pair*>(of_row + head * kHeadDim + channel);
+    }
+#pragma unroll
+    for (int n = 0; n < 8 * kTilesM; ++n) {
+      const Pair& pair = pairs[n / 4 % 2][n / 8][n % 4];
+      if constexpr (sizeof(T) == 2) {
+        q[s + n / 4 % 2][n / 8][n % 4] = pair;
+      } else {
+        q[s + n / 4 % 2][n / 8][n % 4] = Bf16Pair(pair.x, pair.y);
+      }
+    }
   }
-  const float2 two = *reinterpret_cast<const float2*>(static_cast<const float*>(args.q) + at);
-  return Bf16Pair(two.x, two.y);
 }
 
 __device__ __forceinline__ void LoadQueries(const DeviceAttention& args, int64_t row,
                                             int first_head, int slice, Queries& q) {
-  const int g = FreshLane() / 4;
-  const int t = FreshLane() % 4;
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        q[s][m][i] = LoadPair(args, row, first_head + 16 * m + 8 * (i % 2) + g,
-                              ChunkChannel(slice, 2 * s + i / 2) + 2 * t);
-      }
-    }
+  const int last = args.num_heads - 1;
+  if (args.is_q_bf16) {
+    LoadQueriesOf(static_cast<const uint16_t*>(args.q) + row * args.q_stride, last, first_head,
+                  slice, q);
+  } else {
+    LoadQueriesOf(static_cast<const float*>(args.q) + row * args.q_stride, last, first_head, slice,
+                  q);
   }
 }
 
