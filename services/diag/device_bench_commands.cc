@@ -13,6 +13,7 @@
 #include "services/base/clock.h"
 #include "services/base/status_macros.h"
 #include "services/base/version.h"
+#include "services/diag/all_reduce_bench.h"
 #include "services/diag/commands.h"
 #include "services/diag/kernel_bench.h"
 #include "services/diag/local_engine.h"
@@ -110,10 +111,33 @@ void AddKernelCommand(CLI::App* bench, absl::Status& status) {
   command->callback([flags, json, &status] { status = RunKernel(*flags, *json); });
 }
 
+absl::Status RunAllReduce(const AllReduceBenchFlags& flags, const std::string& json) {
+  ISTHMUS_ASSIGN_OR_RETURN(const ordered_json record, RunAllReduceBench(flags));
+  return WriteRecord(record, json);
+}
+
+void AddAllReduceCommand(CLI::App* bench, absl::Status& status) {
+  auto flags = std::make_shared<AllReduceBenchFlags>();
+  auto json = std::make_shared<std::string>();
+  CLI::App* command =
+      bench->add_subcommand("all-reduce", "Sums over GPUs: the patch against NCCL, by size");
+  command->add_option("--tp", flags->ranks, "Ranks, a GPU each")->capture_default_str();
+  command->add_option("--rows", flags->rows, "Of --hidden bf16 numbers; several by commas")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--hidden", flags->hidden, "Numbers of a row")->capture_default_str();
+  command->add_option("--calls", flags->calls, "In one graph")->capture_default_str();
+  command->add_option("--rounds", flags->rounds, "Interleaved")->capture_default_str();
+  command->add_option("--replays", flags->replays, "In each round")->capture_default_str();
+  command->add_option("--json", *json, "File for the record");
+  command->callback([flags, json, &status] { status = RunAllReduce(*flags, *json); });
+}
+
 }  // namespace
 
 void AddDeviceBenchCommands(CLI::App* bench, absl::Status& status) {
   AddStepCommand(bench, status);
+  AddAllReduceCommand(bench, status);
   AddKernelCommand(bench, status);
 }
 

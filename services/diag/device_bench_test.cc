@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "kernels/testing/device.h"
+#include "services/diag/all_reduce_bench.h"
 #include "services/diag/kernel_bench.h"
 #include "services/diag/step_bench.h"
 
@@ -84,6 +85,24 @@ TEST(DeviceBenchTest, StepsOfTheIndexerAlone) {
     EXPECT_EQ(one["results"].size(), 2u);
     EXPECT_EQ(one["operations"].get<int64_t>() > 0, one["operation"] == "indexer.scores");
   }
+}
+
+TEST(DeviceBenchTest, AnAllReduceOfTwoRanks) {
+  ISTHMUS_REQUIRE_DEVICE();
+  if (kernels::IsRealDevice() && kernels::NumDevices() < 2) GTEST_SKIP() << "needs two GPUs";
+  AllReduceBenchFlags flags;
+  flags.rows = {1, 3};
+  flags.hidden = 64;
+  flags.calls = 2;
+  flags.rounds = 1;
+  flags.replays = 2;
+  const auto record = RunAllReduceBench(flags);
+  ASSERT_TRUE(record.ok()) << record.status();
+  ASSERT_EQ((*record)["sizes"].size(), 4u);
+  EXPECT_EQ((*record)["sizes"][3]["path"], "all_reduce.one_shot");
+  EXPECT_EQ((*record)["sizes"][3]["bytes"], 384);
+  flags.rows = {0};
+  EXPECT_EQ(RunAllReduceBench(flags).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(DeviceBenchTest, RowsOfAPrompt) {

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/attention/attention.h"
+#include "kernels/elementwise/elementwise.h"
 #include "kernels/experts/experts.h"
 #include "kernels/fused/post_pre/post_pre.h"
 #include "kernels/indexer/indexer_steps.h"
@@ -260,8 +261,12 @@ absl::Status AddLinear(Bench& bench, const std::string& name) {
       // wo_a reads its input as it is; the others quantise it.
       const bool is_quantised =
           bench.is_reference() && kernels::QuantisesInput(matrix.format) && name != "wo_a";
+      const Exec& exec = bench.model.device().exec();
       if (is_quantised && args->empty()) {
-        ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(x, x, bench.model.device().exec()));
+        ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(x, x, exec));
+      } else if (bench.is_reference() && args->empty()) {  // On the bf16 grid.
+        ISTHMUS_RETURN_IF_ERROR(
+            kernels::ScaleRows({.x = x, .scale = 1.0f, .arithmetic = bench.arithmetic()}, exec));
       }
       args->push_back({.x = x,
                        .weight = matrix,
@@ -299,8 +304,8 @@ absl::StatusOr<MatrixView> CaseMemory::Bf16Matrix(int64_t rows, int64_t cols) {
                            kernels::DeviceBuffer::Allocate(2 * rows * cols));
   ISTHMUS_RETURN_IF_ERROR(
       kernels::RandomFill({.to = buffer.data(),
-                           .records = rows * cols,
-                           .first = {.kind = RandomKind::kBf16, .bytes = 2, .limit = 1.0f},
+                           .records = rows * cols / 2,
+                           .first = {.kind = RandomKind::kBf16, .bytes = 4, .limit = 1.0f},
                            .seed = ++seed_},
                           exec_));
   buffers_.push_back(std::move(buffer));
