@@ -5,11 +5,13 @@
 // compared. Runs in the emulator too, hence the few tokens.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
 #include "kernels/patches.h"
 #include "kernels/testing/device.h"
+#include "kernels/testing/golden_file.h"
 #include "tests/fidelity/compare.h"
 #include "tests/fidelity/models.h"
 
@@ -115,21 +117,46 @@ TEST_P(DeviceTest, LogitsAreWithinTheGoldenTolerances) {
 }
 
 // Everything on but what multiplies in less than the reference's precision on purpose.
+std::map<std::string, bool> AllPatchesOn() {
+  std::map<std::string, bool> patches;
+  for (const Patch* patch : kernels::AllPatches()) {
+    const bool is_narrow =
+        patch->name == "hyper_connection.bf16" || patch->name == "hyper_connection.tf32";
+    patches[std::string(patch->name)] = !is_narrow;
+  }
+  return patches;
+}
+
+void ExpectWithinTheGoldenTolerances(const EngineChoice& choice, const std::string& golden_path,
+                                     int64_t decode_tokens) {
+  const auto golden = ReadTensorSet(golden_path);
+  ASSERT_TRUE(golden.ok()) << golden.status();
+  const auto dump = DumpOf(choice, InputIds(*golden), {.decode_tokens = decode_tokens});
+  ASSERT_TRUE(dump.ok()) << dump.status();
+  const Comparison comparison = Compare(*golden, FromDump(*dump));
+  EXPECT_TRUE(comparison.passed()) << comparison.Report();
+}
+
 TEST(DevicePatchTest, AllTogetherStayWithinTheGoldenTolerances) {
   ISTHMUS_REQUIRE_DEVICE();
   if (!kernels::IsRealDevice()) GTEST_SKIP() << "the emulator is slow";
   EngineChoice choice = OnDevice(Arithmetic::kReference);
-  for (const Patch* patch : kernels::AllPatches()) {
-    const bool is_narrow =
-        patch->name == "hyper_connection.bf16" || patch->name == "hyper_connection.tf32";
-    choice.patches[std::string(patch->name)] = !is_narrow;
-  }
-  const auto golden = ReadTensorSet(BundledPath("tiny-random-3layer/io/decode.ref.safetensors"));
-  ASSERT_TRUE(golden.ok()) << golden.status();
-  const auto dump = DumpOf(choice, InputIds(*golden), {.decode_tokens = 10});
-  ASSERT_TRUE(dump.ok()) << dump.status();
-  const Comparison comparison = Compare(*golden, FromDump(*dump));
-  EXPECT_TRUE(comparison.passed()) << comparison.Report();
+  choice.patches = AllPatchesOn();
+  ExpectWithinTheGoldenTolerances(choice,
+                                  BundledPath("tiny-random-3layer/io/decode.ref.safetensors"), 10);
+}
+
+// The random checkpoint, whose experts are NVFP4 and no casts, from end to end.
+TEST(DevicePatchTest, TheRandomCheckpointStaysWithinTheGoldenTolerances) {
+  ISTHMUS_REQUIRE_DEVICE();
+  ISTHMUS_REQUIRE_GOLDEN();
+  if (!kernels::IsRealDevice()) GTEST_SKIP() << "the emulator is slow";
+  EngineChoice choice = OnDevice(Arithmetic::kReference);
+  choice.checkpoint = kernels::testing::GoldenDir() + "/tiny-random-nvfp4";
+  const std::string golden = choice.checkpoint + "/io/decode.ref.safetensors";
+  ExpectWithinTheGoldenTolerances(choice, golden, 40);
+  choice.patches = AllPatchesOn();
+  ExpectWithinTheGoldenTolerances(choice, golden, 40);
 }
 
 INSTANTIATE_TEST_SUITE_P(Arithmetics, DeviceTest,
