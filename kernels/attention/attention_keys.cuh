@@ -17,29 +17,32 @@ inline constexpr int kFirstSlot = -3;
 
 inline constexpr int kMaxSplits = kWarpLanes;  // A lane each, where they are added up.
 
-// How blocks share the work: block = (row * max_splits + split) * groups + group.
+// How blocks share the work: block = (row, split, group of heads).
 struct SplitPlan {
-  int groups = 1;             // Of heads.
   int max_splits = 1;         // Per row.
   float* values = nullptr;    // [row][max_splits][num_heads][kHeadDim], if max_splits > 1
   float2* weights = nullptr;  // [row][max_splits][num_heads]: maximum and sum
-  Divisor page_entries;       // Entries of a page of the compressed cache.
   const unsigned char* chunk_entries = nullptr;
+  Divisor by_max_splits;
+  Divisor by_ratio;
+  Divisor by_window;
+  Divisor by_page;  // By the entries of a page of the compressed cache.
 };
 
 // How many tiles each of at most `max_splits` splits of a row takes.
-__device__ __forceinline__ int TilesPerSplit(int max_splits, int tiles) {
-  return (tiles + max_splits - 1) / max_splits;
+__device__ __forceinline__ int TilesPerSplit(const SplitPlan& plan, int tiles) {
+  return Quotient(tiles + plan.max_splits - 1, plan.by_max_splits);
 }
 
 // Keys of a row at `position`, of which the window's come first.
 __device__ __forceinline__ int NumWindow(const DeviceAttention& args, int position) {
   return position + 1 < args.window ? position + 1 : args.window;
 }
-__device__ __forceinline__ int NumKeys(const DeviceAttention& args, int position) {
+__device__ __forceinline__ int NumKeys(const DeviceAttention& args, const SplitPlan& plan,
+                                       int position) {
   const int entries = args.ratio == 0            ? 0
                       : args.selected != nullptr ? args.max_selected
-                                                 : (position + 1) / args.ratio;
+                                                 : Quotient(position + 1, plan.by_ratio);
   return NumWindow(args, position) + entries;
 }
 
@@ -57,15 +60,17 @@ __device__ __forceinline__ RowKeys KeysOf(const DeviceAttention& args, const Spl
   keys.first_row = of.first_row;
   keys.start_position = of.start_position;
   keys.chunk_entries = plan.chunk_entries;
-  keys.page_entries = plan.page_entries;
+  keys.by_page = plan.by_page;
   if (args.selected != nullptr) keys.selected = args.selected + row * args.max_selected;
   keys.num_window = NumWindow(args, position);
   keys.first_position = position - keys.num_window + 1;
-  keys.first_slot = keys.first_position % args.window;
-  keys.num_keys = NumKeys(args, position);
+  keys.first_slot =
+      keys.first_position - Quotient(keys.first_position, plan.by_window) * args.window;
+  keys.num_keys = NumKeys(args, plan, position);
   const int tiles = (keys.num_keys + kTile - 1) / kTile;
-  const int per_split = TilesPerSplit(plan.max_splits, tiles);
-  keys.splits = (tiles + per_split - 1) / per_split;
+  const int per_split = TilesPerSplit(plan, tiles);
+  keys.tiles_per_split = per_split;
+  keys.row_tiles = tiles;
   keys.split = split;
   keys.first_tile = split * per_split;
   const int left = tiles - keys.first_tile;
@@ -103,16 +108,10 @@ __device__ __forceinline__ int KindOf(const DeviceAttention& args, const RowKeys
                                          : kAddedRow;
 }
 
-__device__ __forceinline__ int PageNumber(const RowKeys& keys, int entry) {
-  return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(entry)) *
-                              keys.page_entries.multiplier >>
-                          keys.page_entries.shift);
-}
-
 // Second step: the address that the key's bytes are counted from.
 __device__ __forceinline__ const std::byte* PageOfKey(const DeviceAttention& args,
                                                       const RowKeys& keys, int kind) {
-  if (kind >= 0) return keys.pages[PageNumber(keys, kind)];
+  if (kind >= 0) return keys.pages[Quotient(kind, keys.by_page)];
   if (kFirstSlot - kind < args.window) return keys.state;
   const int64_t row = int64_t{keys.first_row} + kFirstSlot - kind - args.window;
   return reinterpret_cast<const std::byte*>(keys.chunk_entries + row * kChunkEntryBytes);
@@ -125,7 +124,7 @@ __device__ __forceinline__ Place PlaceOf(const DeviceAttention& args, const RowK
   const int slot = kFirstSlot - kind;
   if (kind < 0 && slot >= args.window) return {page, page + kEntryBytes};
   const EntryPlane& plane = kind >= 0 ? args.entry_plane : args.window_plane;
-  const int entry = kind >= 0 ? kind - PageNumber(keys, kind) * plane.entries : slot;
+  const int entry = kind >= 0 ? kind - Quotient(kind, keys.by_page) * plane.entries : slot;
   return {page + plane.data_offset + int64_t{entry} * kEntryBytes,
           page + plane.scale_offset + int64_t{entry} * kScaleBytes};
 }
@@ -179,12 +178,11 @@ __device__ __forceinline__ void FetchTile(const DeviceAttention& args, const Pla
   const void* data = has_bytes ? static_cast<const void*>(place.data) : args.q;
   const int bytes = has_bytes ? 16 : 0;
   unsigned char* to = shared.tile[stage] + key / 8 * kEightBytes;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; chunk += kThreadsPerKey) {
-    if (chunk + kThreadsPerKey > kChunks && chunk + piece >= kChunks) break;
-    const int from = has_bytes ? 16 * (chunk + piece) : 0;
-    CopyAsync16(to + TileOffset(key % 8, chunk + piece),
-                static_cast<const unsigned char*>(data) + from, bytes);
+  const int step = has_bytes ? 16 : 0;
+#pragma unroll 1  // For the sake of the instruction cache.
+  for (int chunk = piece; chunk < kChunks; chunk += kThreadsPerKey) {
+    CopyAsync16(to + TileOffset(key % 8, chunk),
+                static_cast<const unsigned char*>(data) + step * chunk, bytes);
   }
   if (piece == kThreadsPerKey - 1) {  // It has fewer pieces than the first ones.
     CopyAsyncSmall<8>(shared.scales[stage][key],

@@ -84,6 +84,9 @@ struct Divisor {
   uint32_t multiplier = 0;
   int shift = 0;
 };
+__device__ __forceinline__ int Quotient(int n, const Divisor& by) {
+  return static_cast<int>(uint64_t{static_cast<uint32_t>(n)} * by.multiplier >> by.shift);
+}
 
 // A row's keys, or one split of them. It lies in shared memory, because registers are full.
 struct RowKeys {
@@ -100,10 +103,11 @@ struct RowKeys {
   int num_keys = 0;    // Up to the end of the split.
   int first_tile = 0;
   int num_tiles = 0;  // Of the split; 0: nothing to do.
-  int splits = 0;
+  int row_tiles = 0;  // Of all splits.
+  int tiles_per_split = 0;
   int split = 0;
   int first_head = 0;  // Of the block.
-  Divisor page_entries;
+  Divisor by_page;
 };
 
 // Shared memory of a block.
@@ -360,9 +364,8 @@ __device__ __forceinline__ void ShareScores(const Queries<Shape>& queries, int s
   const int slice = SliceOf<Shape>();
   const unsigned char* tile = shared.tile[stage];
   const uint32_t packed = KeyFactors<Shape>(ExponentsOf<Shape>(shared.scales[stage], lane));
-#pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {
-    const int n = 2 * pair;
+#pragma unroll 1  // Code that fits the innermost instruction cache runs several times as fast.
+  for (int n = 0; n < kTile / 8; n += 2) {
     uint32_t factors[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -438,7 +441,7 @@ __device__ __forceinline__ void WeighKeys(float factor, uint32_t valid, Shared<S
                                           OwnedHead& owned) {
   constexpr int kKeys = Shape::kKeys;
   const int lane = FreshLane();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int warp = FreshThread() / kWarpLanes;
   const int head = Shape::kOwned * warp + lane / Shape::kLanes;
   const int first = lane % Shape::kLanes * kKeys;
   float s[kKeys] = {};
@@ -446,10 +449,11 @@ __device__ __forceinline__ void WeighKeys(float factor, uint32_t valid, Shared<S
   for (int slice = 0; slice < Shape::kSlices; ++slice) {
     AddShare<kKeys>(&shared.share[slice][head][ShareAt(head, first)], s);
   }
+  const uint32_t mine = valid >> first;
   float max = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    s[i] = (valid >> (first + i) & 1u) != 0 ? s[i] * factor : -INFINITY;
+    s[i] = (mine & 1u << i) != 0 ? s[i] * factor : -INFINITY;
     max = fmaxf(max, s[i]);
   }
 #pragma unroll

@@ -35,8 +35,7 @@ constexpr int kFollower = kStages;
 // split's share [heads][kHeadDim].
 template <typename Shape>
 __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t row,
-                                            const Shared<Shape>& shared,
-                                            const int (&largest_exponent)[Shape::kBlocks],
+                                            const Shared<Shape>& shared, const Units<Shape>& units,
                                             const Sums<Shape>& sums, float* values) {
   const int lane = FreshLane();
   const int first_channel = kKvNopeBlock * Shape::kBlocks * SliceOf<Shape>() + 16 * (lane % 4);
@@ -51,7 +50,7 @@ __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t
       float* to = values + int64_t{head} * kHeadDim + first_channel;
 #pragma unroll
       for (int b = 0; b < Shape::kBlocks; ++b) {
-        const float unit = ClampedPower(largest_exponent[b] - kWeightShift) * factor;
+        const float unit = ClampedPower(units.exponent[b] - kWeightShift) * factor;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float x[8];
@@ -72,8 +71,7 @@ __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t
 // Writes what the block has added up: to the output, or for CombineSplits.
 template <typename Shape>
 __device__ __forceinline__ void FinishSplit(const DeviceAttention& args, const SplitPlan& plan,
-                                            const OwnedHead& owned,
-                                            const int (&largest_exponent)[Shape::kBlocks],
+                                            const OwnedHead& owned, const Units<Shape>& units,
                                             const Sums<Shape>& sums, Shared<Shape>& shared) {
   const int lane = FreshLane();
   const int64_t row = shared.keys.row;
@@ -95,7 +93,7 @@ __device__ __forceinline__ void FinishSplit(const DeviceAttention& args, const S
     if (is_first) plan.weights[at + head] = make_float2(owned.max, sum);
     values = plan.values + at * kHeadDim;
   }
-  StoreValues<Shape>(args, row, shared, largest_exponent, sums, values);
+  StoreValues<Shape>(args, row, shared, units, sums, values);
 }
 
 // The split's keys. Two barriers a tile: behind the shares of its scores, and behind its weights,
@@ -104,8 +102,7 @@ __device__ __forceinline__ void FinishSplit(const DeviceAttention& args, const S
 template <typename Shape>
 __device__ __forceinline__ void AttendTiles(const DeviceAttention& args,
                                             const Queries<Shape>& queries, KeyFollower& follower,
-                                            OwnedHead& owned,
-                                            int (&largest_exponent)[Shape::kBlocks],
+                                            OwnedHead& owned, Units<Shape>& units,
                                             Sums<Shape>& sums, Shared<Shape>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const RowKeys& keys = shared.keys;
@@ -128,7 +125,7 @@ __device__ __forceinline__ void AttendTiles(const DeviceAttention& args,
       WaitForCopies<1>();
       __syncthreads();
       if (has_keys) {
-        AddTileValues<Shape>(i % kStages, shared.valid[i % 4], shared, largest_exponent, sums);
+        AddTileValues<Shape>(i % kStages, shared.valid[i % 4], shared, units, sums);
       }
     }
     if (i + 1 < keys.num_tiles && shared.valid[(i + 1) % 4] != 0) {
@@ -137,17 +134,14 @@ __device__ __forceinline__ void AttendTiles(const DeviceAttention& args,
   }
 }
 
-// Grid: rows * max_splits * groups. Block: Shape::kThreads. Shared memory: Shared<Shape>.
+// Grid: (rows, max_splits, groups of heads). Block: Shape::kThreads. Shared memory: Shared<Shape>.
 template <typename Shape>
 __global__ __launch_bounds__(Shape::kThreads,
                              kMinBlocks<Shape>) void AttendOnTensorCores(DeviceAttention args,
                                                                          SplitPlan plan) {
   auto& shared = *reinterpret_cast<Shared<Shape>*>(DynamicShared());
-  const unsigned task = blockIdx.x / static_cast<unsigned>(plan.groups);
-  const int first_head =
-      static_cast<int>(blockIdx.x % static_cast<unsigned>(plan.groups)) * Shape::kHeads;
-  const auto max_splits = static_cast<unsigned>(plan.max_splits);
-  RowKeys keys = KeysOf(args, plan, task / max_splits, static_cast<int>(task % max_splits));
+  const int first_head = static_cast<int>(blockIdx.z) * Shape::kHeads;
+  RowKeys keys = KeysOf(args, plan, blockIdx.x, static_cast<int>(blockIdx.y));
   keys.first_head = first_head;
   WaitForPredecessor();
   LetSuccessorStart();
@@ -182,11 +176,11 @@ __global__ __launch_bounds__(Shape::kThreads,
   __syncthreads();
   OwnedHead owned;
   Sums<Shape> sums;
-  int largest_exponent[Shape::kBlocks];
+  Units<Shape> units;
 #pragma unroll
-  for (int b = 0; b < Shape::kBlocks; ++b) largest_exponent[b] = kUnset;
-  AttendTiles<Shape>(args, queries, follower, owned, largest_exponent, sums, shared);
-  FinishSplit<Shape>(args, plan, owned, largest_exponent, sums, shared);
+  for (int b = 0; b < Shape::kBlocks; ++b) units.exponent[b] = kUnset;
+  AttendTiles<Shape>(args, queries, follower, owned, units, sums, shared);
+  FinishSplit<Shape>(args, plan, owned, units, sums, shared);
 }
 
 // Grid: rows. Block: a warp per block of channels. Shared memory: none.
@@ -199,8 +193,9 @@ __global__ void EncodeChunk(DeviceAttention args, unsigned char* entries) {
   if (threadIdx.x == 0) entry[kEntryBytes + kNope / kKvNopeBlock] = std::byte{0};
 }
 
-// Divides numbers below 2^31 exactly.
+// Exact. Nothing is divided by numbers below 1.
 Divisor DivisorOf(int64_t by) {
+  if (by < 1) return {};
   int bits = 0;
   while ((int64_t{1} << bits) < by) ++bits;
   const int shift = 31 + bits;
@@ -212,10 +207,13 @@ absl::Status LaunchWithShape(const AttentionArgs& args, const Exec& exec,
                              const unsigned char* chunk_entries, Workspace::Scope& scope) {
   static_assert(sizeof(Shared<Shape>) <= kMaxSharedBytes);
   SplitPlan plan;
-  plan.groups = static_cast<int>(CeilDiv(args.num_heads, Shape::kHeads));
   plan.chunk_entries = chunk_entries;
-  plan.page_entries = DivisorOf(std::max<int64_t>(1, args.entry_plane.entries));
-  const int64_t tasks = args.q.rows * plan.groups;
+  plan.by_ratio = DivisorOf(args.ratio);
+  plan.by_window = DivisorOf(args.window);
+  plan.by_page = DivisorOf(args.entry_plane.entries);
+  const auto rows = static_cast<unsigned>(args.q.rows);
+  const unsigned groups = CeilDiv(args.num_heads, Shape::kHeads);
+  const int64_t tasks = args.q.rows * groups;
   // One split where a row's bits must not depend on the batch, nor on its being decoded or not.
   if (!exec.batch_invariant) {
     const int64_t blocks_per_sm = exec.arch >= kArchSm120 ? 1 : kMinBlocks<Shape>;
@@ -228,17 +226,22 @@ absl::Status LaunchWithShape(const AttentionArgs& args, const Exec& exec,
     plan.values = scope.Take<float>(shares * kHeadDim);
     plan.weights = scope.Take<float2>(shares);
   }
-  const LaunchShape shape = {.grid = dim3(static_cast<unsigned>(tasks * plan.max_splits)),
+  plan.by_max_splits = DivisorOf(plan.max_splits);
+  const auto max_splits = static_cast<unsigned>(plan.max_splits);
+  const LaunchShape shape = {.grid = dim3(rows, max_splits, groups),
                              .block = dim3(Shape::kThreads),
                              .shared_bytes = sizeof(Shared<Shape>),
                              .overlaps_predecessor = true};
   ISTHMUS_RETURN_IF_ERROR(
       Launch("AttendOnTensorCores", shape, exec, AttendOnTensorCores<Shape>, ToDevice(args), plan));
   if (plan.max_splits == 1) return absl::OkStatus();
-  const LaunchShape combine = {.grid = dim3(static_cast<unsigned>(args.q.rows * args.num_heads)),
+  const LaunchShape combine = {.grid = dim3(rows, static_cast<unsigned>(args.num_heads)),
                                .block = dim3(kCombineThreads),
                                .overlaps_predecessor = true};
-  return Launch("CombineSplits", combine, exec, CombineSplits, ToDevice(args), plan);
+  if (plan.max_splits <= 4) {
+    return Launch("CombineSplits", combine, exec, CombineSplits<4>, ToDevice(args), plan);
+  }
+  return Launch("CombineSplits", combine, exec, CombineSplits<10>, ToDevice(args), plan);
 }
 
 absl::Status LaunchAll(const AttentionArgs& args, const Exec& exec,

@@ -7,19 +7,39 @@
 
 namespace isthmus::kernels::attention_mma {
 
-// Follows the maximum of each head, which the owners of scores have moved.
+// The exponents that the values of the warp's blocks are relative to: the largest ones seen.
 template <typename Shape>
-__device__ __forceinline__ void RescaleValues(const Shared<Shape>& shared, Sums<Shape>& sums) {
+struct Units {
+  int exponent[Shape::kBlocks];
+};
+
+// Moves the units to the largest exponents of a tile, and o after them and after the maximum of
+// each head, which the owners of scores have moved. Mostly there is nothing to do.
+template <typename Shape>
+__device__ __forceinline__ void RescaleValues(const Exponents<Shape>& exponents, bool has_key,
+                                              const Shared<Shape>& shared, Units<Shape>& units,
+                                              Sums<Shape>& sums) {
   const int g = FreshLane() / 4;
-  float rescale[Shape::kMTiles][2];
+  float of_head[Shape::kMTiles][2];
+  float of_block[Shape::kBlocks];
   bool any = false;
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + g;
-      rescale[m][half] = shared.rescale[head];
-      any = any || rescale[m][half] != 1.0f;
+      of_head[m][half] = shared.rescale[head];
+      any = any || of_head[m][half] != 1.0f;
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < Shape::kBlocks; ++b) {
+    const int largest = __reduce_max_sync(kFullWarp, has_key ? exponents.of[b] : kUnset);
+    of_block[b] = 1.0f;
+    if (largest > units.exponent[b]) {
+      of_block[b] = ClampedPower(units.exponent[b] - largest);
+      units.exponent[b] = largest;
+      any = true;
     }
   }
   if (__any_sync(kFullWarp, any ? 1 : 0) == 0) return;
@@ -30,35 +50,20 @@ __device__ __forceinline__ void RescaleValues(const Shared<Shape>& shared, Sums<
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums.o[b][m][j][i] *= rescale[m][i / 2];
+        for (int i = 0; i < 4; ++i) sums.o[b][m][j][i] *= of_head[m][i / 2] * of_block[b];
       }
     }
   }
 }
 
-// The factors of the lane's key for the values of the warp's blocks, as f16, a half word a block:
-// relative to the largest scale that the warp has seen for the block, which o follows.
+// The factors of the lane's key for the values of the warp's blocks, as f16, a half word a block.
 template <typename Shape>
 __device__ __forceinline__ uint32_t ValueFactors(const Exponents<Shape>& exponents, bool has_key,
-                                                 int (&largest_exponent)[Shape::kBlocks],
-                                                 Sums<Shape>& sums) {
+                                                 const Units<Shape>& units) {
   uint32_t packed = 0;
 #pragma unroll
   for (int b = 0; b < Shape::kBlocks; ++b) {
-    const int largest = __reduce_max_sync(kFullWarp, has_key ? exponents.of[b] : kUnset);
-    if (largest > largest_exponent[b]) {
-      const float rescale = ClampedPower(largest_exponent[b] - largest);
-#pragma unroll
-      for (int m = 0; m < Shape::kMTiles; ++m) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums.o[b][m][j][i] *= rescale;
-        }
-      }
-      largest_exponent[b] = largest;
-    }
-    const int down = largest_exponent[b] - exponents.of[b];
+    const int down = units.exponent[b] - exponents.of[b];
     const uint32_t factor = !has_key || down > 24 ? 0u
                             : down <= 14          ? static_cast<uint32_t>(15 - down) << 10
                                                   : 1u << (24 - down);
@@ -160,16 +165,16 @@ __device__ __forceinline__ void AddBf16Values(const unsigned char* tile, int k16
 // Adds a tile's values. `valid` has a bit for each key that is one.
 template <typename Shape>
 __device__ __forceinline__ void AddTileValues(int stage, uint32_t valid,
-                                              const Shared<Shape>& shared,
-                                              int (&largest_exponent)[Shape::kBlocks],
+                                              const Shared<Shape>& shared, Units<Shape>& units,
                                               Sums<Shape>& sums) {
   const int lane = FreshLane();
   const int slice = SliceOf<Shape>();
-  RescaleValues<Shape>(shared, sums);
-  const uint32_t packed = ValueFactors<Shape>(ExponentsOf<Shape>(shared.scales[stage], lane),
-                                              (valid >> lane & 1u) != 0, largest_exponent, sums);
-#pragma unroll
-  for (int k16 = 0; k16 < 2; ++k16) {
+  const Exponents<Shape> exponents = ExponentsOf<Shape>(shared.scales[stage], lane);
+  const bool has_key = (valid >> lane & 1u) != 0;
+  RescaleValues<Shape>(exponents, has_key, shared, units, sums);
+  const uint32_t packed = ValueFactors<Shape>(exponents, has_key, units);
+#pragma unroll 1  // As in ShareScores.
+  for (int k16 = 0; k16 < kTile / 16; ++k16) {
     uint32_t of_key[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

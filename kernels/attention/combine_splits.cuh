@@ -42,33 +42,35 @@ __device__ __forceinline__ float SplitFactor(float2 weight, float sink) {
 constexpr int kCombineThreads = kHeadDim / 4;
 
 // out = sum over splits, in their order, of factor * values. A thread has four channels; kTogether
-// splits are on their way at once. Grid: rows * heads. Block: kCombineThreads. Shared memory: none.
+// splits are on their way at once. Grid: (rows, heads). Block: kCombineThreads. Shared memory:
+// none.
+template <int kTogether>
 __global__ __launch_bounds__(kCombineThreads) void CombineSplits(DeviceAttention args,
                                                                  SplitPlan plan) {
-  constexpr int kTogether = 10;
-  const auto heads = static_cast<unsigned>(args.num_heads);
-  const int64_t row = blockIdx.x / heads;
-  const int head = static_cast<int>(blockIdx.x % heads);
+  const int64_t heads = args.num_heads;
+  const int64_t row = blockIdx.x;
+  const auto head = static_cast<int>(blockIdx.y);
   const RowKeys keys = KeysOf(args, plan, row, 0);
   const float sink = args.sink[head] * kLog2E;
   WaitForPredecessor();
   LetSuccessorStart();
-  if (keys.splits == 0) return;
+  if (keys.row_tiles == 0) return;
+  const int splits = (keys.row_tiles + keys.tiles_per_split - 1) / keys.tiles_per_split;
   const int lane = FreshLane();
   const int64_t first = row * plan.max_splits * heads + head;
   float2 weight = make_float2(-INFINITY, 0.0f);
-  if (lane < keys.splits) weight = __ldcg(plan.weights + first + int64_t{lane} * heads);
+  if (lane < splits) weight = __ldcg(plan.weights + first + lane * heads);
   const int d = 4 * static_cast<int>(threadIdx.x);
   const float* values = plan.values + first * kHeadDim + d;
   float factor = 0.0f;
   float4 sum = {};
-  for (int s = 0; s < keys.splits; s += kTogether) {
+  for (int s = 0; s < splits; s += kTogether) {
     float4 x[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      x[i] = s + i < keys.splits ? __ldcg(reinterpret_cast<const float4*>(
-                                       values + (s + i) * int64_t{heads} * kHeadDim))
-                                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      x[i] = s + i < splits
+                 ? __ldcg(reinterpret_cast<const float4*>(values + (s + i) * heads * kHeadDim))
+                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     if (s == 0) factor = SplitFactor(weight, sink);
 #pragma unroll

@@ -184,7 +184,7 @@ __device__ __forceinline__ int FreshThread() {
 #else
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
+  return thread & 1023;  // Never negative, as the compiler can see.
 #endif
 }
 
