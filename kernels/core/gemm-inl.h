@@ -318,6 +318,12 @@ inline int64_t GemmPackedRowsT(int64_t rows) {
   return (rows + whole - 1) / whole * whole;
 }
 
+// Panels that the loops take side by side for `rows` rows.
+inline int64_t GemmPanelsT(int64_t rows) {
+  if (!IsStreamed(rows)) return kFusedPanels;
+  return kStreamTileRows / StreamedRows(rows);
+}
+
 // Four rows from x[first_row] as columns of out[k][stride].
 HWY_INLINE void PackFourRows(const MatrixView& x, int64_t first_row, int64_t stride, float* out) {
   const hn::FixedTag<float, 4> d;

@@ -22,6 +22,7 @@ namespace isthmus::kernels {
 HWY_EXPORT(GemmItemT);
 HWY_EXPORT(GemmTileRowsT);
 HWY_EXPORT(GemmPackedRowsT);
+HWY_EXPORT(GemmPanelsT);
 HWY_EXPORT(PackTileT);
 
 namespace {
@@ -45,20 +46,24 @@ void CheckTask(const GemmTask& t) {
   ISTHMUS_CHECK(!t.w.is_mxfp4_cast || (t.w.format == WeightFormat::kNvfp4 && t.w.cols % 32 == 0));
 }
 
-GemmPlan MakePlan(const GemmTask& t, int64_t tile_rows) {
+GemmPlan MakePlan(const GemmTask& t) {
   GemmPlan plan;
   plan.x = t.x;
   plan.w = t.w;
   plan.out = t.out;
   plan.panels = CeilDiv(t.w.rows, kPanelRows);
+  plan.tile_rows = HWY_DYNAMIC_DISPATCH(GemmTileRowsT)(t.x.rows);
   int64_t rows = t.x.rows;
   if (rows > kFusedRows) {
-    plan.row_blocks = CeilDiv(rows, tile_rows * kTilesPerBlock);
-    rows = std::min(rows, tile_rows * kTilesPerBlock);
+    plan.row_blocks = CeilDiv(rows, plan.tile_rows * kTilesPerBlock);
+    rows = std::min(rows, plan.tile_rows * kTilesPerBlock);
   }
   const int64_t work = std::max<int64_t>(1, t.w.cols * (kDecodeCost + rows));
-  // A multiple of what the loops take side by side, so that no item has a slow rest.
-  plan.panels_per_item = CeilDiv(CeilDiv(kItemWork, work), kFusedPanels) * kFusedPanels;
+  // A multiple of what the loops take side by side, so that no item has a slow rest; a narrow
+  // product is cut finer where that costs nothing, as it would be one item.
+  const int64_t side =
+      plan.panels > kFusedPanels ? kFusedPanels : HWY_DYNAMIC_DISPATCH(GemmPanelsT)(t.x.rows);
+  plan.panels_per_item = CeilDiv(CeilDiv(kItemWork, work), side) * side;
   plan.panel_items = CeilDiv(plan.panels, plan.panels_per_item);
   return plan;
 }
@@ -67,21 +72,23 @@ bool SameInput(const MatrixView& a, const MatrixView& b) {
   return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.row_stride == b.row_stride;
 }
 
-// Rows as the tiles read them, [tile][k][row of the tile]. Tiles have tile_rows rows, and the last
-// one as many as it needs.
-const float* PackRows(const MatrixView& x, int64_t tile_rows, const Exec& exec,
-                      Workspace::Scope& scope) {
-  const int64_t tiles = CeilDiv(x.rows, tile_rows);
-  const int64_t tile_floats = tile_rows * x.cols;
-  float* packed = scope.Take<float>(HWY_DYNAMIC_DISPATCH(GemmPackedRowsT)(x.rows) * x.cols);
-  const int64_t grain = std::max<int64_t>(1, 2 * kItemWork / std::max<int64_t>(tile_floats, 1));
+// Packs the rows of all products that need it, tile by tile in one loop.
+void PackRows(const GemmPlan* plans, int64_t count, int64_t tiles, const Exec& exec) {
+  int64_t largest = 1;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, plans[i].tile_rows * plans[i].x.cols);
+  }
+  const int64_t grain = std::max<int64_t>(1, 2 * kItemWork / largest);
   ParallelFor(exec, tiles, grain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t first = t * tile_rows;
-      HWY_DYNAMIC_DISPATCH(PackTileT)(x, first, packed + first * x.cols);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const GemmPlan* plan =
+          std::upper_bound(plans, plans + count, tile,
+                           [](int64_t value, const GemmPlan& p) { return value < p.first_tile; });
+      --plan;
+      const int64_t first = (tile - plan->first_tile) * plan->tile_rows;
+      HWY_DYNAMIC_DISPATCH(PackTileT)(plan->x, first, plan->packed_x + first * plan->x.cols);
     }
   });
-  return packed;
 }
 
 }  // namespace
@@ -96,19 +103,25 @@ void GemmMany(std::span<const GemmTask> tasks, const Exec& exec) {
   const auto count = static_cast<int64_t>(tasks.size());
   auto* plans = scope.Take<GemmPlan>(count);
   int64_t items = 0;
+  int64_t tiles = 0;
   for (int64_t i = 0; i < count; ++i) {
     const GemmTask& t = tasks[static_cast<size_t>(i)];
     CheckTask(t);
-    const int64_t tile_rows = HWY_DYNAMIC_DISPATCH(GemmTileRowsT)(t.x.rows);
-    plans[i] = MakePlan(t, tile_rows);
+    plans[i] = MakePlan(t);
     plans[i].first_item = items;
+    plans[i].first_tile = tiles;
     items += t.x.rows == 0 ? 0 : plans[i].row_blocks * plans[i].panel_items;
     if (t.x.rows <= kFusedRows) continue;
     // Neighbours often share their input (gate and up of an expert): pack it once.
-    plans[i].packed_x = i > 0 && SameInput(plans[i - 1].x, t.x)
-                            ? plans[i - 1].packed_x
-                            : PackRows(t.x, tile_rows, exec, scope);
+    if (i > 0 && SameInput(plans[i - 1].x, t.x)) {
+      plans[i].packed_x = plans[i - 1].packed_x;
+      continue;
+    }
+    plans[i].packed_x =
+        scope.Take<float>(HWY_DYNAMIC_DISPATCH(GemmPackedRowsT)(t.x.rows) * t.x.cols);
+    tiles += CeilDiv(t.x.rows, plans[i].tile_rows);
   }
+  PackRows(plans, count, tiles, exec);
   auto* scratch = scope.Take<GemmScratch>(NumThreads(exec));
   ParallelFor(exec, items, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t item = begin; item < end; ++item) {

@@ -54,12 +54,14 @@ struct GemmPlan {
   MatrixView x;
   WeightView w;
   MatrixView out;
-  const float* packed_x = nullptr;  // [tiles][K][tile rows], zero rows at the end; fused: null.
+  float* packed_x = nullptr;  // [tiles][K][tile rows], zero rows at the end; fused: null.
+  int64_t tile_rows = 0;
   int64_t panels = 0;
   int64_t panels_per_item = 1;
   int64_t panel_items = 0;
   int64_t row_blocks = 1;
   int64_t first_item = 0;  // Of this product among the items of all products.
+  int64_t first_tile = 0;  // Among the tiles that are packed.
 };
 
 }  // namespace isthmus::kernels

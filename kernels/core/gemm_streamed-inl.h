@@ -93,6 +93,14 @@ HWY_INLINE void StreamBlock(const WeightView& w, const float* x, const PanelBloc
   }
 }
 
+template <int kWidth>
+HWY_INLINE bool AreFinite(const PanelBlock* blocks, int64_t kn) {
+  const auto bytes = static_cast<size_t>(kn * kPanelRows);
+  return std::all_of(blocks, blocks + kWidth, [bytes](const PanelBlock& block) HWY_ATTR {
+    return IsFiniteE4m3(block.elements, bytes);
+  });
+}
+
 // Panels [panel, panel + kWidth) of the rows from `row`, which lie packed at `x`, [K][kRows].
 template <WeightFormat kFormat, int kRows, int kWidth>
 HWY_NOINLINE void StreamPanels(const GemmPlan& plan, const float* x, int64_t row, int64_t panel,
@@ -103,19 +111,14 @@ HWY_NOINLINE void StreamPanels(const GemmPlan& plan, const float* x, int64_t row
   for (int64_t k0 = 0, kn = 0; k0 < w.cols; k0 += kn) {
     kn = BlockInputs(w, k0);
     PanelBlock blocks[kWidth];
-    bool is_finite = kFormat == WeightFormat::kFp8Block128;
-    for (int p = 0; p < kWidth; ++p) {
-      blocks[p] = LocateBlock(w, panel + p, k0, kn, p, scratch);
-      if constexpr (kFormat == WeightFormat::kFp8Block128) {
-        is_finite =
-            is_finite && IsFiniteE4m3(blocks[p].elements, static_cast<size_t>(kn * kPanelRows));
+    for (int p = 0; p < kWidth; ++p) blocks[p] = LocateBlock(w, panel + p, k0, kn, p, scratch);
+    if constexpr (kFormat == WeightFormat::kFp8Block128) {
+      if (AreFinite<kWidth>(blocks, kn)) {
+        StreamBlock<kFormat, true, kRows, kWidth>(w, x + k0 * kRows, blocks, kn, totals);
+        continue;
       }
     }
-    if (is_finite) {
-      StreamBlock<kFormat, true, kRows, kWidth>(w, x + k0 * kRows, blocks, kn, totals);
-    } else {
-      StreamBlock<kFormat, false, kRows, kWidth>(w, x + k0 * kRows, blocks, kn, totals);
-    }
+    StreamBlock<kFormat, false, kRows, kWidth>(w, x + k0 * kRows, blocks, kn, totals);
   }
   const int64_t rows = std::min<int64_t>(kRows, plan.x.rows - row);
   for (int p = 0; p < kWidth; ++p) {
