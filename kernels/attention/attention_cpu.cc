@@ -212,23 +212,40 @@ namespace {
 
 HWY_EXPORT(AttendHeads);
 
+// Puts rows [begin, end) of a sequence's chunk into its ring.
+void CommitRows(const AttentionArgs& args, const SequenceKv& seq, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t slot = (seq.start_position + i) % args.window;
+    const float* row = args.chunk_kv.f32(seq.first_row + i);
+    std::byte* data = args.window_plane.data(seq.state, slot);
+    if (args.window_plane.format == EntryFormat::kKvF32) {
+      std::memcpy(data, row, sizeof(float) * static_cast<size_t>(args.head_dim));
+    } else {
+      EncodeKvEntry(row, static_cast<int>(args.head_dim), static_cast<int>(args.rope_dim), data,
+                    args.window_plane.scale(seq.state, slot));
+    }
+  }
+}
+
 // The chunk's last rows go into the ring: a later chunk reads them from there.
 void CommitWindow(const AttentionArgs& args, const Exec& exec) {
-  for (const SequenceKv& seq : args.sequences) {
-    const int64_t count = std::min(seq.num_rows, args.window);
-    const int64_t first = seq.num_rows - count;
-    ParallelFor(exec, count, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = first + begin; i < first + end; ++i) {
-        const int64_t slot = (seq.start_position + i) % args.window;
-        const float* row = args.chunk_kv.f32(seq.first_row + i);
-        std::byte* data = args.window_plane.data(seq.state, slot);
-        if (args.window_plane.format == EntryFormat::kKvF32) {
-          std::memcpy(data, row, sizeof(float) * static_cast<size_t>(args.head_dim));
-        } else {
-          EncodeKvEntry(row, static_cast<int>(args.head_dim), static_cast<int>(args.rope_dim), data,
-                        args.window_plane.scale(seq.state, slot));
-        }
+  const auto first_row = [&](const SequenceKv& seq) {
+    return seq.num_rows - std::min(seq.num_rows, args.window);
+  };
+  const auto num_sequences = static_cast<int64_t>(args.sequences.size());
+  if (2 * num_sequences > args.q.rows) {  // Few rows of each, as in decode.
+    ParallelFor(exec, num_sequences, 8, [&](int64_t begin, int64_t end, int) {
+      for (const SequenceKv& seq :
+           args.sequences.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin))) {
+        CommitRows(args, seq, first_row(seq), seq.num_rows);
       }
+    });
+    return;
+  }
+  for (const SequenceKv& seq : args.sequences) {
+    const int64_t first = first_row(seq);
+    ParallelFor(exec, seq.num_rows - first, 16, [&](int64_t begin, int64_t end, int) {
+      CommitRows(args, seq, first + begin, first + end);
     });
   }
 }
