@@ -337,6 +337,7 @@ TEST(AllReduceDeathTest, TrapsWhenARankNeverArrives) {
 TEST(PeerGroupCudaTest, TellsWhoWaitedForWhom) {
   ISTHMUS_REQUIRE_DEVICE();
   const auto group = MakeGroup({0, 0}, 256);
+  EXPECT_TRUE(group->communicator(1).shares_device);
   CommunicatorFault& fault = *group->communicator(1).fault;
   fault.rank = 1;
   fault.missing_rank = 0;

@@ -100,9 +100,7 @@ __global__ __launch_bounds__(kOneShotThreads) void AllReduceOneShot(
   }
 
   MeetPeers(group, call, blockIdx.x);
-  // Not before: where ranks share a device, the successors of one must leave room for the blocks of
-  // the others that it waits for.
-  LetSuccessorStart();
+  if (!group.shares_device) LetSuccessorStart();
 
   for (int64_t v = first; v < vectors; v += step) {
     float sum[kSize];
@@ -128,7 +126,7 @@ absl::Status LaunchOneShot(const AllReduceCall& call, const Exec& exec) {
   shape.grid =
       dim3(static_cast<unsigned>(OneShotBlocks(args.x.rows * args.x.cols / kVector<kIsBf16>)));
   shape.block = dim3(kOneShotThreads);
-  shape.overlaps_predecessor = true;
+  shape.overlaps_predecessor = !call.group.shares_device;
   const float* x = args.x.f32(0);
   return Launch("AllReduceOneShot", shape, exec, AllReduceOneShot<kIsBf16, kRanks>, x,
                 args.out.f32(0), args.x.rows, args.x.cols, args.x.row_stride, args.out.row_stride,

@@ -39,6 +39,9 @@ struct CommunicatorFault {
 struct Communicator {
   int rank = 0;
   int ranks = 1;
+  // Another rank runs on this one's device. A launch that starts early could then take the room, or
+  // the place in line, of what its predecessor waits for.
+  bool shares_device = false;
 
   std::byte* slots[kMaxRanks] = {};  // Of each rank: [2][slot_bytes]; null: no such memory.
   uint64_t* flags[kMaxRanks] = {};   // Of each rank: [ranks][kMaxMeetingBlocks], by sender.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/core/peer_group.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -88,6 +89,8 @@ absl::Status PeerGroup::Allocate(const PeerGroupOptions& options, int rank, Memb
     ISTHMUS_ASSIGN_OR_RETURN(member->fault_bytes,
                              PinnedBuffer::Allocate(sizeof(CommunicatorFault)));
     base = member->device.data();
+    const int device = options.devices[static_cast<size_t>(rank)];
+    own.shares_device = std::ranges::count(options.devices, device) > 1;
     own.fault = new (member->fault_bytes.data()) CommunicatorFault;
     ISTHMUS_RETURN_IF_ERROR(FillDevice(base, 0, map.end, nullptr));
     ISTHMUS_RETURN_IF_ERROR(DeviceStream().Synchronise());
