@@ -20,7 +20,7 @@ constexpr Patch kOneLaunch = {
         "Norms and rotations of the heads, both compressors and the index query as blocks of one "
         "launch instead of six, none of which fills a device or waits for another.",
     .phases = kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kBitExact, /*factor=*/1.0, /*floor=*/0.0},
     .test = "AttentionInputsTest",
     .decision = "kernels/fused/attention_inputs/decisions/0002-one-launch.md"};
