@@ -114,21 +114,37 @@ template <Product kProduct>
 __device__ __forceinline__ void AddGroup(const unsigned char* tile, int steps, int lane,
                                          const PackedGroup<kProduct>& tokens, float weight_scale,
                                          float (&total)[4]) {
+  // Mostly without a branch among the loads of a whole group, and with two chains of products where
+  // registers last: a warp has little else to do while it waits for either.
+  constexpr bool kTwoChains = kProduct != Product::kE4m3ByF16;
   float acc[4] = {};
+  float more[4] = {};
+  if (kTwoChains && steps == kUnitSteps && !tokens.has_low) {
 #pragma unroll
-  for (int step = 0; step < kUnitSteps; ++step) {
-    if (step >= steps) break;
-    WeightFragment<kProduct> weight;
-    weight.Load(tile + step * kTileCodeBytes + lane * 16);
-    MultiplyStep(acc, weight, tokens.high[step]);
-    if constexpr (HasLowParts(kProduct)) {
-      if (tokens.has_low) MultiplyStep(acc, weight, tokens.low[step]);
+    for (int step = 0; step < kUnitSteps; ++step) {
+      WeightFragment<kProduct> weight;
+      weight.Load(tile + step * kTileCodeBytes + lane * 16);
+      MultiplyStep(step % 2 == 1 ? more : acc, weight, tokens.high[step]);
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < kUnitSteps; ++step) {
+      if (step >= steps) break;
+      WeightFragment<kProduct> weight;
+      weight.Load(tile + step * kTileCodeBytes + lane * 16);
+      MultiplyStep(acc, weight, tokens.high[step]);
+      if constexpr (HasLowParts(kProduct)) {
+        if (tokens.has_low) MultiplyStep(acc, weight, tokens.low[step]);
+      }
     }
   }
   const float even = tokens.even * weight_scale;  // Powers of two: exact.
   const float odd = tokens.odd * weight_scale;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) total[c] = fmaf(acc[c], c % 2 == 0 ? even : odd, total[c]);
+  for (int c = 0; c < 4; ++c) {
+    const float sum = kTwoChains ? acc[c] + more[c] : acc[c];
+    total[c] = fmaf(sum, c % 2 == 0 ? even : odd, total[c]);
+  }
 }
 
 }  // namespace isthmus::kernels

@@ -65,16 +65,11 @@ __device__ __forceinline__ uint32_t E4m3Word(const float (&value)[4], float inve
 
 // x rounded to bf16, y what that leaves.
 __device__ __forceinline__ uint2 SplitBf16(const float (&value)[2]) {
-  uint2 words = make_uint2(0, 0);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint16_t high = Bf16Bits(value[i]);
-    const float rest = value[i] - Bf16Value(high);
-    const uint16_t low = fabsf(rest) < INFINITY ? Bf16Bits(rest) : uint16_t{0};
-    words.x |= uint32_t{high} << (16 * i);
-    words.y |= uint32_t{low} << (16 * i);
-  }
-  return words;
+  const uint32_t high = Bf16Pair(value[0], value[1]);
+  const float rest[2] = {value[0] - LowBf16(high), value[1] - HighBf16(high)};
+  const uint32_t low = Bf16Pair(fabsf(rest[0]) < INFINITY ? rest[0] : 0.0f,
+                                fabsf(rest[1]) < INFINITY ? rest[1] : 0.0f);
+  return make_uint2(high, low);
 }
 
 // Of the power of two whose multiples f16 words are, from the largest magnitude of a unit, which
