@@ -35,7 +35,18 @@ constexpr Patch kTilesLarge = {
     .test = "LinearCudaTest",
     .decision = "kernels/linear/decisions/0002-tiles-large.md"};
 
-constexpr const Patch* kPatches[] = {&kSwapAb, &kTilesLarge};
+constexpr Patch kTwoFormats = {
+    .name = "linear.two_formats",
+    .summary =
+        "Linears of fp8 and of bf16 weights that are called together share a launch of at most "
+        "eight tokens, each format a share of the multiprocessors by its bytes.",
+    .phases = kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kBitExact, /*factor=*/1.0, /*floor=*/0.0},  // Against swap_ab.
+    .test = "LinearManyCudaTest",
+    .decision = "kernels/linear/decisions/0003-two-formats.md"};
+
+constexpr const Patch* kPatches[] = {&kSwapAb, &kTilesLarge, &kTwoFormats};
 
 // Weights in tiles whose groups are those of the tokens; e4m3 codes or bf16 on both sides.
 bool FitsTensorCores(const LinearArgs& args) {
@@ -158,24 +169,52 @@ bool RunTogether(const LinearArgs& a, const LinearArgs& b) {
          a.input_is_quantised == b.input_is_quantised;
 }
 
+namespace {
+
+// The first linears of a list that are one launch of a variant.
+struct Group {
+  const LinearVariant* variant = nullptr;
+  std::span<const LinearArgs> linears;
+};
+absl::StatusOr<Group> FirstGroup(std::span<const LinearArgs> linears, const Exec& exec) {
+  ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant,
+                           Choose(LinearVariants(), linears[0], exec));
+  size_t count = 1;
+  int64_t tiles = OutputTiles(linears[0]);
+  if (variant->launch_many != nullptr) {
+    while (count < std::min(linears.size(), kMaxLinearsTogether) &&
+           RunTogether(linears[0], linears[count]) && variant->supports(linears[count])) {
+      tiles += OutputTiles(linears[count]);
+      if (tiles > kNumCounters) break;
+      ++count;
+    }
+  }
+  return Group{variant, linears.first(count)};
+}
+
+bool AreTwoFormats(const Group& a, const Group& b, const Exec& exec) {
+  return a.variant->patch == &kSwapAb && b.variant->patch == &kSwapAb && !exec.batch_invariant &&
+         FitsTwoFormats(a.linears, b.linears);
+}
+
+}  // namespace
+
 absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec) {
   for (const LinearArgs& args : linears) ISTHMUS_RETURN_IF_ERROR(ValidateLinear(args));
   while (!linears.empty()) {
-    ISTHMUS_ASSIGN_OR_RETURN(const LinearVariant* variant,
-                             Choose(LinearVariants(), linears[0], exec));
-    size_t count = 1;
-    int64_t tiles = OutputTiles(linears[0]);
-    if (variant->launch_many != nullptr) {
-      while (count < std::min(linears.size(), kMaxLinearsTogether) &&
-             RunTogether(linears[0], linears[count]) && variant->supports(linears[count])) {
-        tiles += OutputTiles(linears[count]);
-        if (tiles > kNumCounters) break;
-        ++count;
+    ISTHMUS_ASSIGN_OR_RETURN(const Group group, FirstGroup(linears, exec));
+    linears = linears.subspan(group.linears.size());
+    if (!linears.empty() && IsActive(kTwoFormats, exec)) {
+      ISTHMUS_ASSIGN_OR_RETURN(const Group next, FirstGroup(linears, exec));
+      if (AreTwoFormats(group, next, exec)) {
+        ISTHMUS_RETURN_IF_ERROR(LaunchLinearTwoFormats(group.linears, next.linears, exec));
+        linears = linears.subspan(next.linears.size());
+        continue;
       }
     }
-    ISTHMUS_RETURN_IF_ERROR(count == 1 ? variant->launch(linears[0], exec)
-                                       : variant->launch_many(linears.first(count), exec));
-    linears = linears.subspan(count);
+    ISTHMUS_RETURN_IF_ERROR(group.linears.size() == 1
+                                ? group.variant->launch(group.linears[0], exec)
+                                : group.variant->launch_many(group.linears, exec));
   }
   return absl::OkStatus();
 }

@@ -281,6 +281,54 @@ TEST(LinearManyCudaTest, GivesWhatLinearGivesOneByOne) {
   }
 }
 
+// linear.two_formats: the bits of each linear alone, more lines and fewer than there are blocks.
+TEST(LinearManyCudaTest, TwoFormatsInOneLaunchHaveTheBitsOfEach) {
+  ISTHMUS_REQUIRE_DEVICE();
+  TestDevice device(kPhaseDecode);
+  const PatchSet patches =
+      PatchSet::Resolve(LinearPatches(), {{"linear.swap_ab", true}, {"linear.two_formats", true}})
+          .value();
+  device.exec().patches = &patches;
+  struct Mix {
+    int64_t tokens;
+    std::vector<int64_t> fp8_rows, bf16_rows;
+  };
+  for (const Mix& mix : {Mix{1, {16}, {16}}, {3, {150, 33}, {40, 64, 5}}, {8, {16}, {300}}}) {
+    std::vector<std::unique_ptr<HostCase>> cases;
+    const auto add = [&](WeightFormat format, int64_t rows) {
+      cases.push_back(
+          std::make_unique<HostCase>(ShapeCase{.format = format,
+                                               .tokens = mix.tokens,
+                                               .rows = rows,
+                                               .cols = 384,
+                                               .quantise = format != WeightFormat::kBf16}));
+    };
+    for (const int64_t rows : mix.fp8_rows) add(WeightFormat::kFp8Block128, rows);
+    for (const int64_t rows : mix.bf16_rows) add(WeightFormat::kBf16, rows);
+    const DeviceCopy<float> x(cases[0]->x);
+    std::vector<std::unique_ptr<DeviceWeight>> weights;
+    std::vector<std::unique_ptr<DeviceCopy<float>>> alone, together;
+    std::vector<LinearArgs> linears;
+    for (const std::unique_ptr<HostCase>& c : cases) {
+      weights.push_back(std::make_unique<DeviceWeight>(c->weight));
+      const int64_t size = c->shape.tokens * c->out_stride();
+      alone.push_back(std::make_unique<DeviceCopy<float>>(size));
+      together.push_back(std::make_unique<DeviceCopy<float>>(size));
+      const WeightView& weight = weights.back()->view();
+      const LinearArgs one = c->Args(x.data(), weight, alone.back()->data(), c->out_stride());
+      ASSERT_TRUE(Linear(one, device.exec()).ok());
+      linears.push_back(one);
+      linears.back().out.data = together.back()->data();
+    }
+    ASSERT_TRUE(LinearMany(linears, device.exec()).ok());
+    device.Finish();
+    for (size_t i = 0; i < cases.size(); ++i) {
+      EXPECT_TRUE(kernels::testing::SameBits(together[i]->ToHost(), alone[i]->ToHost())) << i;
+      EXPECT_TRUE(together[i]->Intact()) << i;
+    }
+  }
+}
+
 TEST(LinearManyCudaTest, TilesTakeTheLargestProjectionOfAPrefillChunk) {
   LinearArgs args;
   args.x.rows = 8192;

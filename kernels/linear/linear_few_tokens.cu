@@ -205,19 +205,18 @@ struct RawGroups {
   }
 };
 
-// Grid: [at most a block a multiprocessor, and a row of tiles for each; eights of tokens]. Block:
-// kThreads. Shared memory: kSharedBytes, rings and then sums, [kWarps][kRows][4][32].
+// The work of block `block` of `blocks`: an equal share of the rows of tiles of all tasks.
 template <Product kProduct>
-__global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokens(
-    const __grid_constant__ FewTokensArgs args) {
+__device__ __forceinline__ void MultiplyLines(const FewTokensArgs& args, int64_t block,
+                                              int64_t blocks) {
   __shared__ Mbarrier full[kWarps][kDepth];
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   unsigned char* slots = DynamicShared() + warp * kDepth * kTileUnitBytes;
   auto* sums = reinterpret_cast<float*>(DynamicShared() + kRingBytes);
   const int64_t lines = args.first_line[args.num_tasks];
-  const auto line = static_cast<int>(blockIdx.x * lines / gridDim.x);
-  const auto line_end = static_cast<int>((blockIdx.x + 1) * lines / gridDim.x);
+  const auto line = static_cast<int>(block * lines / blocks);
+  const auto line_end = static_cast<int>((block + 1) * lines / blocks);
   WeightRing ring(args, slots, full[warp], line, line_end, warp, lane);
   LetSuccessorStart();
 
@@ -274,31 +273,63 @@ __global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokens(
   }
 }
 
+// Grid: [at most a block a multiprocessor, and a row of tiles for each; eights of tokens]. Block:
+// kThreads. Shared memory: kSharedBytes, rings and then sums, [kWarps][kRows][4][32].
+template <Product kProduct>
+__global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokens(
+    const __grid_constant__ FewTokensArgs args) {
+  MultiplyLines<kProduct>(args, blockIdx.x, gridDim.x);
+}
+
+// Linears of two formats: the first `blocks_of_first` blocks of the grid have those of the first.
+struct TwoFormatsArgs {
+  FewTokensArgs first, second;
+  int blocks_of_first;
+};
+// Grid, block, shared memory: those of FewTokens.
+template <Product kFirst, Product kSecond>
+__global__ __launch_bounds__(kThreads, kBlocksTogether) void FewTokensOfTwoFormats(
+    const __grid_constant__ TwoFormatsArgs args) {
+  const auto block = static_cast<int>(blockIdx.x);
+  const int rest = static_cast<int>(gridDim.x) - args.blocks_of_first;
+  if (block < args.blocks_of_first) {
+    MultiplyLines<kFirst>(args.first, block, args.blocks_of_first);
+  } else {
+    MultiplyLines<kSecond>(args.second, block - args.blocks_of_first, rest);
+  }
+}
+
+LaunchShape ShapeOf(int blocks, int tokens) {
+  return {.grid = dim3(static_cast<unsigned>(blocks), CeilDiv(tokens, 8)),
+          .block = dim3(kThreads),
+          .shared_bytes = kSharedBytes,
+          .overlaps_predecessor = true};
+}
+int LinesOf(const FewTokensArgs& args) { return args.first_line[args.num_tasks]; }
+
 template <Product kProduct>
 absl::Status LaunchProduct(FewTokensArgs args, const Exec& exec) {
   args.pass_rows = kRows<kProduct>;
-  const int blocks = std::min(exec.num_sms, args.first_line[args.num_tasks]);
-  return Launch("LinearFewTokens",
-                {.grid = dim3(static_cast<unsigned>(blocks), CeilDiv(args.tokens, 8)),
-                 .block = dim3(kThreads),
-                 .shared_bytes = kSharedBytes,
-                 .overlaps_predecessor = true},
+  return Launch("LinearFewTokens", ShapeOf(std::min(exec.num_sms, LinesOf(args)), args.tokens),
                 exec, FewTokens<kProduct>, args);
 }
 
-}  // namespace
-
-bool FitsFewTokens(std::span<const LinearArgs> linears) {
-  // What eights of tokens read of weights from the L2: beyond it the units of more tokens win.
-  constexpr int64_t kMostBytes = int64_t{24} << 20;
-  const int64_t tokens = linears[0].x.rows;
-  if (tokens <= kFewTokens) return true;
-  int64_t bytes = 0;
-  for (const LinearArgs& linear : linears) bytes += TiledBytes(linear.weight);
-  return tokens <= kSwapAbTokens && bytes * CeilDiv(tokens, 8) <= kMostBytes;
+template <Product kFirst, Product kSecond>
+absl::Status LaunchTwo(const FewTokensArgs& first, const FewTokensArgs& second, const Exec& exec) {
+  TwoFormatsArgs args = {first, second, 0};
+  args.first.pass_rows = kRows<kFirst>;
+  args.second.pass_rows = kRows<kSecond>;
+  const auto tiles_of = [](const FewTokensArgs& a) { return int64_t{LinesOf(a)} * a.tiles_in_row; };
+  const int64_t tiles = tiles_of(first) + tiles_of(second);
+  const int blocks = std::min(exec.num_sms, LinesOf(first) + LinesOf(second));
+  const auto share = static_cast<int>((blocks * tiles_of(first) + tiles / 2) / tiles);
+  const int least = std::max(1, blocks - LinesOf(second));
+  args.blocks_of_first = std::clamp(share, least, std::min(blocks - 1, LinesOf(first)));
+  return Launch("LinearFewTokensOfTwoFormats", ShapeOf(blocks, first.tokens), exec,
+                FewTokensOfTwoFormats<kFirst, kSecond>, args);
 }
 
-absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec) {
+FewTokensArgs ArgsOf(std::span<const LinearArgs> linears, const Exec& exec) {
   const StreamPlan plan = PlanStream(linears, 1, exec);
   FewTokensArgs args = {};
   args.cols = static_cast<int>(plan.pack.cols);
@@ -318,6 +349,23 @@ absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, cons
     args.is_aligned = args.is_aligned && reinterpret_cast<uintptr_t>(args.x[i]) % 16 == 0 &&
                       args.x_stride[i] % 4 == 0;
   }
+  return args;
+}
+
+}  // namespace
+
+bool FitsFewTokens(std::span<const LinearArgs> linears) {
+  // What eights of tokens read of weights from the L2: beyond it the units of more tokens win.
+  constexpr int64_t kMostBytes = int64_t{24} << 20;
+  const int64_t tokens = linears[0].x.rows;
+  if (tokens <= kFewTokens) return true;
+  int64_t bytes = 0;
+  for (const LinearArgs& linear : linears) bytes += TiledBytes(linear.weight);
+  return tokens <= kSwapAbTokens && bytes * CeilDiv(tokens, 8) <= kMostBytes;
+}
+
+absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec) {
+  const FewTokensArgs args = ArgsOf(linears, exec);
   switch (ProductOf(linears[0])) {
     case Product::kE4m3:
       return LaunchProduct<Product::kE4m3>(args, exec);
@@ -326,6 +374,16 @@ absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, cons
     default:
       return LaunchProduct<Product::kBf16>(args, exec);
   }
+}
+
+bool FitsTwoFormats(std::span<const LinearArgs> first, std::span<const LinearArgs> second) {
+  return first[0].x.rows == second[0].x.rows && first[0].x.rows <= kFewTokens &&
+         ProductOf(first[0]) == Product::kE4m3 && ProductOf(second[0]) == Product::kBf16;
+}
+
+absl::Status LaunchLinearTwoFormats(std::span<const LinearArgs> first,
+                                    std::span<const LinearArgs> second, const Exec& exec) {
+  return LaunchTwo<Product::kE4m3, Product::kBf16>(ArgsOf(first, exec), ArgsOf(second, exec), exec);
 }
 
 }  // namespace isthmus::kernels

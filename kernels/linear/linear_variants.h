@@ -40,6 +40,10 @@ absl::Status LaunchLinearSwapAb(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManySwapAb(std::span<const LinearArgs> linears, const Exec& exec);
 bool FitsFewTokens(std::span<const LinearArgs> linears);
 absl::Status LaunchLinearManyFewTokens(std::span<const LinearArgs> linears, const Exec& exec);
+// Of linears that may each run together, quantised fp8 and bf16, in one launch.
+bool FitsTwoFormats(std::span<const LinearArgs> first, std::span<const LinearArgs> second);
+absl::Status LaunchLinearTwoFormats(std::span<const LinearArgs> first,
+                                    std::span<const LinearArgs> second, const Exec& exec);
 absl::Status LaunchLinearTilesLarge(const LinearArgs& args, const Exec& exec);
 absl::Status LaunchLinearManyTilesLarge(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LaunchQuantiseActivationCuda(const MatrixView& x, const MatrixView& out,
@@ -49,6 +53,13 @@ inline constexpr absl::Status (*LaunchLinearCuda)(const LinearArgs&, const Exec&
 inline constexpr absl::Status (*LaunchLinearSwapAb)(const LinearArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchLinearManySwapAb)(std::span<const LinearArgs>,
                                                         const Exec&) = nullptr;
+inline bool FitsTwoFormats(std::span<const LinearArgs>, std::span<const LinearArgs>) {
+  return false;
+}
+inline absl::Status LaunchLinearTwoFormats(std::span<const LinearArgs>, std::span<const LinearArgs>,
+                                           const Exec&) {
+  return absl::UnimplementedError("linear: built without CUDA");
+}
 inline constexpr absl::Status (*LaunchLinearTilesLarge)(const LinearArgs&, const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchLinearManyTilesLarge)(std::span<const LinearArgs>,
                                                             const Exec&) = nullptr;

@@ -132,7 +132,7 @@ class ModelForward : public Forward {
   // A half layer's output, which every rank has a part of.
   absl::Status SumOverRanks(Step& step) const;
   absl::Status AttentionHalf(int layer, Step& step) const;
-  absl::Status Queries(int layer, const kernels::MatrixView& quantised_x, Step& step) const;
+  absl::Status Queries(int layer, Step& step) const;
   absl::Status ExpandQueries(int layer, Step& step) const;
   absl::Status ProjectInput(int layer, Step& step) const;
   kernels::CompressorArgs CompressArgs(int layer, const Step& step) const;

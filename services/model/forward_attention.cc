@@ -53,22 +53,14 @@ bool QuantisesInside(const kernels::WeightView& w, Arithmetic arithmetic,
 }  // namespace
 
 absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
-  const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const kernels::Workspace::Scope half(step.exec.workspace);
   step.Emit(layer, "hc_attn_post", step.post);
   step.Emit(layer, "hc_attn_comb", step.comb, {step.rows, Step::kStreams, Step::kStreams});
   step.Emit(layer, "attn_in", step.x);
 
-  // wq_a and wkv share their quantised input. A GPU quantises as it packs the input of a linear.
-  MatrixView quantised_x = step.x;
-  if (QuantisesAhead(w.wq_a, arithmetic_, step.exec)) {
-    quantised_x = step.Take(step.rows, config.hidden_size);
-    step.Mark("quantise.hidden");
-    ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
-  }
-  ISTHMUS_RETURN_IF_ERROR(Queries(layer, quantised_x, step));
-  if (w.ratio != 0) ISTHMUS_RETURN_IF_ERROR(ProjectInput(layer, step));
+  ISTHMUS_RETURN_IF_ERROR(ProjectInput(layer, step));
+  ISTHMUS_RETURN_IF_ERROR(Queries(layer, step));
   ISTHMUS_RETURN_IF_ERROR(PrepareAttention(layer, step));
   step.selected = nullptr;
   step.max_selected = 0;
@@ -78,29 +70,53 @@ absl::Status ModelForward::AttentionHalf(int layer, Step& step) const {
   return MixOutIn(w.hc_ffn, w.ffn_norm, step);
 }
 
-// Specification 3.1: q [rows, heads * head_dim], its latent, and kv [rows, head_dim], as projected.
-absl::Status ModelForward::Queries(int layer, const MatrixView& quantised_x, Step& step) const {
+// All linears of x in one call: the latent of the queries and kv, which share their quantised
+// input, then those of the compressor, and of the indexer where the layer has one, which is not
+// quantised.
+absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
   const ModelConfig& config = *views_.config;
   const LayerWeights& w = LayerAt(layer);
   const bool reference = arithmetic_ == Arithmetic::kReference;
+  MatrixView quantised_x = step.x;  // A GPU quantises as it packs the input of a linear.
+  if (QuantisesAhead(w.wq_a, arithmetic_, step.exec)) {
+    quantised_x = step.Take(step.rows, config.hidden_size);
+    step.Mark("quantise.hidden");
+    ISTHMUS_RETURN_IF_ERROR(kernels::QuantiseActivation(step.x, quantised_x, step.exec));
+  }
+  std::vector<kernels::LinearArgs> of_x;
+  const auto add = [&](const kernels::WeightView& weight, bool rounds) {
+    of_x.push_back({.x = step.x,
+                    .weight = weight,
+                    .out = step.Take(step.rows, weight.rows),
+                    .round_output = rounds});
+    return of_x.back().out;
+  };
+  step.query_latent = add(w.wq_a, reference);
+  step.kv = add(w.wkv, reference);
+  for (kernels::LinearArgs& quantised : of_x) {
+    quantised.x = quantised_x;
+    quantised.quantise_input = QuantisesInside(w.wq_a, arithmetic_, step.exec);
+    quantised.input_is_quantised = QuantisesAhead(w.wq_a, arithmetic_, step.exec);
+  }
+  if (w.ratio != 0) {
+    ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
+    step.compressor_u = add(w.compressor->wkv, false);
+    step.compressor_g = add(w.compressor->wgate, false);
+  }
+  if (w.ratio == 4) {
+    ISTHMUS_CHECK(w.indexer.has_value());
+    step.index_u = add(w.indexer->compressor.wkv, false);
+    step.index_g = add(w.indexer->compressor.wgate, false);
+    if (step.Chooses(w.ratio)) step.index_weights = add(w.indexer->weights_proj, reference);
+  }
+  step.Mark("linear.input");
+  return kernels::LinearMany(of_x, step.exec);
+}
 
-  step.query_latent = step.Take(step.rows, config.q_lora_rank);
-  step.kv = step.Take(step.rows, config.head_dim);
-  step.Mark("linear.wq_a_wkv");
-  const kernels::LinearArgs of_x[] = {
-      {.x = quantised_x,
-       .weight = w.wq_a,
-       .out = step.query_latent,
-       .quantise_input = QuantisesInside(w.wq_a, arithmetic_, step.exec),
-       .round_output = reference,
-       .input_is_quantised = QuantisesAhead(w.wq_a, arithmetic_, step.exec)},
-      {.x = quantised_x,
-       .weight = w.wkv,
-       .out = step.kv,
-       .quantise_input = QuantisesInside(w.wq_a, arithmetic_, step.exec),
-       .round_output = reference,
-       .input_is_quantised = QuantisesAhead(w.wq_a, arithmetic_, step.exec)}};
-  ISTHMUS_RETURN_IF_ERROR(kernels::LinearMany(of_x, step.exec));
+// Specification 3.1: the normed latent and q [rows, heads * head_dim], as projected.
+absl::Status ModelForward::Queries(int layer, Step& step) const {
+  const ModelConfig& config = *views_.config;
+  const LayerWeights& w = LayerAt(layer);
   step.Mark("rms_norm.q");
   ISTHMUS_RETURN_IF_ERROR(kernels::RmsNorm({.x = step.query_latent,
                                             .weight = w.q_norm,
@@ -141,33 +157,6 @@ absl::Status ModelForward::ExpandQueries(int layer, Step& step) const {
   }
   step.Mark("linear.wq_b");
   return kernels::LinearMany({of_latent, count}, step.exec);
-}
-
-// The unquantised linears of x: of the compressor, and of the indexer where the layer has one.
-absl::Status ModelForward::ProjectInput(int layer, Step& step) const {
-  const LayerWeights& w = LayerAt(layer);
-  ISTHMUS_CHECK(w.compressor.has_value());  // Loading gives every layer what its ratio needs.
-  std::vector<kernels::LinearArgs> of_x;
-  const auto add = [&](const kernels::WeightView& weight, bool rounds) {
-    of_x.push_back({.x = step.x,
-                    .weight = weight,
-                    .out = step.Take(step.rows, weight.rows),
-                    .round_output = rounds});
-    return of_x.back().out;
-  };
-  step.compressor_u = add(w.compressor->wkv, false);
-  step.compressor_g = add(w.compressor->wgate, false);
-  if (w.ratio == 4) {
-    ISTHMUS_CHECK(w.indexer.has_value());
-    step.index_u = add(w.indexer->compressor.wkv, false);
-    step.index_g = add(w.indexer->compressor.wgate, false);
-  }
-  if (step.Chooses(w.ratio)) {
-    ISTHMUS_CHECK(w.indexer.has_value());
-    step.index_weights = add(w.indexer->weights_proj, arithmetic_ == Arithmetic::kReference);
-  }
-  step.Mark("linear.input");
-  return kernels::LinearMany(of_x, step.exec);
 }
 
 // The main compressor's arguments, and those of the index keys'.
