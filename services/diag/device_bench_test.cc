@@ -31,7 +31,7 @@ void ExpectWhole(const nlohmann::ordered_json& record) {
     EXPECT_LE(touched.get<int>(), 4);  // Two tokens, two experts each.
   }
   EXPECT_GT(record["bytes"]["all"].get<int64_t>(), record["bytes"]["routed"].get<int64_t>());
-  EXPECT_GT(record["operations"].size(), 20u);
+  EXPECT_GE(record["operations"].size(), 15u);
 }
 
 TEST(DeviceBenchTest, AStepAlone) {
