@@ -47,7 +47,7 @@ std::vector<Case> Cases() {
   Case many = {"CsaRows", {64, 512, 64, 128, 4, kReference}, {}, 24, 1};
   Case half = {"HcaRows", {32, 512, 64, 128, 128, kReference}, {}, 0, 1};
   for (int64_t i = 0; i < rows; ++i) many.parts.push_back({90 + 61 * i, 1});
-  for (int64_t i = 0; i < 2 * rows; ++i) half.parts.push_back({90 + 61 * i, 1});
+  for (int64_t i = 0; i < 2 * rows; ++i) half.parts.push_back({100 + 53 * i, 1});
   cases.push_back(many);
   cases.push_back(half);
   if (testing::TestsRealShapes()) {
