@@ -284,6 +284,7 @@ __device__ void SelectFinished(const IndexerPass& pass, Shared<C>& shared, unsig
       const auto visible =
           static_cast<int>(VisibleKeys(pass.batch.row_position[pass.first_row + row]));
       if (!NeedsScores(visible, pass.topk, false)) continue;
+      ClearCounts<C::kThreads>(true, radix);
       RadixSelect<C::kThreads, kHeldRanks>(pass.scores + row * pass.stride, visible, pass.topk,
                                            true, radix, pass.selected + row * pass.topk);
     }

@@ -18,8 +18,11 @@ constexpr int kHeldRanks = 8;
 __global__ __launch_bounds__(kThreads) void SelectRowByRadix(const IndexerPass pass) {
   __shared__ RadixShared shared;
   LetSuccessorStart();
-  WaitForPredecessor();
+  // What a step's kernels only read is there before the first of them starts.
   const IndexerRow r = RowOf(pass.batch, pass.first_row + blockIdx.x);
+  ClearCounts<kThreads>(pass.is_reference, shared);
+  WaitForPredecessor();  // All blocks: whoever waits for this kernel waits for those before it,
+                         // too.
   if (r.sequence == nullptr) return;
   float* scores = pass.scores + int64_t{blockIdx.x} * pass.stride;
   int32_t* out = pass.selected + int64_t{blockIdx.x} * pass.topk;

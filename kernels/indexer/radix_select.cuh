@@ -10,12 +10,21 @@
 namespace isthmus::kernels {
 
 inline constexpr int kTopDigitBits = 12;  // So that scores of one magnitude share few counters.
+inline constexpr int kDigitBits = 10;     // Of the further digits of f32,
+inline constexpr int kLastDigitBits = 4;  // or of the only further one of bf16.
 
+// Each digit has counters of its own, so that nobody waits for others before counting the next.
 struct RadixShared {
-  alignas(16) unsigned counts[1 << kTopDigitBits];
+  alignas(16) unsigned top[1 << kTopDigitBits];
+  alignas(16) unsigned further[2][1 << kDigitBits];
+  unsigned digit_sums[3][kWarpLanes];
   unsigned warp_sums[kWarpLanes];
-  unsigned digit;   // That of the last entry of the selection,
-  unsigned before;  // entries below it,
+};
+
+// The digit of the last entry of a selection, as all threads know it.
+struct Digit {
+  unsigned value;
+  unsigned before;  // Entries with smaller ones,
   unsigned count;   // and with it.
 };
 
@@ -64,38 +73,93 @@ __device__ __forceinline__ int LoadRanks(const float* scores, int first, int vis
   return left < kHeld ? left : kHeld;
 }
 
+// For one selection. A barrier follows.
 template <int kThreads>
-__device__ __forceinline__ void ClearCounts(int bits, RadixShared& shared) {
-  for (int i = static_cast<int>(threadIdx.x); i < 1 << bits; i += kThreads) shared.counts[i] = 0;
-}
-
-// The sum of the `count` counters from `first` on; four that begin at 16 bytes come at once.
-__device__ __forceinline__ unsigned SumCounts(const RadixShared& shared, int first, int count) {
-  if (count == 4 && first % 4 == 0) {
-    const uint4 four = *reinterpret_cast<const uint4*>(shared.counts + first);
-    return four.x + four.y + four.z + four.w;
-  }
-  unsigned sum = 0;
-  for (int i = first; i < first + count; ++i) sum += shared.counts[i];
-  return sum;
-}
-
-// Counts the digit of `bits` bits at `shift` of the ranks that begin with `prefix`, and leaves in
-// `shared` the digit of the wanted-th of them (1 is the first). The counters have been cleared.
-template <int kThreads, int kHeld>
-__device__ __forceinline__ void FindDigit(const float* scores, int visible,
-                                          const uint32_t (&held)[kHeld], int num_held,
-                                          uint32_t prefix, int shift, int bits, unsigned wanted,
-                                          RadixShared& shared) {
-  constexpr int kChunk = kThreads * kHeld;
+__device__ __forceinline__ void ClearCounts(bool is_reference, RadixShared& shared) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int digits = 1 << bits;
-  __syncthreads();
+  for (int i = thread; i < 1 << kTopDigitBits; i += kThreads) shared.top[i] = 0;
+  const int further = is_reference ? 1 << kLastDigitBits : 2 << kDigitBits;
+  for (int i = thread; i < further; i += kThreads) shared.further[0][i] = 0;
+}
+
+// The sum over this lane and those before it.
+__device__ __forceinline__ unsigned SumUpTo(unsigned value) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+    const unsigned other = __shfl_up_sync(kFullWarp, value, static_cast<unsigned>(lanes));
+    if (lane >= lanes) value += other;
+  }
+  return value;
+}
+
+// The first lane whose sum reaches `wanted`, and the sum before it.
+__device__ __forceinline__ int LaneOf(unsigned value, unsigned wanted, unsigned* before) {
+  const unsigned sum = SumUpTo(value);
+  const int lane = __ffs(static_cast<int>(__ballot_sync(kFullWarp, sum >= wanted ? 1 : 0))) - 1;
+  *before = __shfl_sync(kFullWarp, sum - value, lane);
+  return lane;
+}
+
+// The digit of the wanted-th entry (1 is the first) among the kDigits counters, by every warp for
+// itself. After a barrier behind the counting; has one of its own when kDigits > kWarpLanes.
+template <int kThreads, int kDigits>
+__device__ __forceinline__ Digit FindDigit(const unsigned* counts, unsigned wanted,
+                                           unsigned* warp_sums) {
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  unsigned before = 0;
+  if constexpr (kDigits <= kWarpLanes) {
+    const unsigned mine = lane < kDigits ? counts[lane] : 0;
+    const int digit = LaneOf(mine, wanted, &before);
+    return {static_cast<unsigned>(digit), before, __shfl_sync(kFullWarp, mine, digit)};
+  } else {
+    constexpr int kShare = kDigits / kWarps;   // A warp's digits,
+    constexpr int kOwn = kShare / kWarpLanes;  // and a lane's.
+    static_assert(kOwn >= 1 && kShare % kWarpLanes == 0);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) mine += counts[warp * kShare + i * kWarpLanes + lane];
+    mine = __reduce_add_sync(kFullWarp, mine);
+    if (lane == 0) warp_sums[warp] = mine;
+    __syncthreads();
+    const int share = LaneOf(lane < kWarps ? warp_sums[lane] : 0, wanted, &before);
+    // All look through the same warp's digits, a lane a run of them.
+    unsigned own[kOwn];
+    unsigned sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sum += own[i] = counts[share * kShare + lane * kOwn + i];
+    unsigned inside = 0;
+    const int run = LaneOf(sum, wanted - before, &inside);
+    before += inside;
+    Digit digit = {static_cast<unsigned>(share * kShare + run * kOwn), before, 0};
+    bool is_found = false;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const unsigned count = __shfl_sync(kFullWarp, own[i], run);
+      if (is_found) continue;
+      digit.count = count;
+      is_found = digit.before + count >= wanted;
+      if (!is_found) {
+        ++digit.value;
+        digit.before += count;
+      }
+    }
+    return digit;
+  }
+}
+
+// Counts, of the ranks that begin with `prefix`, the digit of `bits` bits at `shift`.
+template <int kThreads, int kHeld>
+__device__ __forceinline__ void CountDigits(const float* scores, int visible,
+                                            const uint32_t (&held)[kHeld], int num_held,
+                                            uint32_t prefix, int shift, int bits,
+                                            unsigned* counts) {
+  constexpr int kChunk = kThreads * kHeld;
   const auto count = [&](uint32_t rank) {
     const uint32_t above = rank >> shift;
-    if (above >> bits == prefix) {
-      atomicAdd(&shared.counts[above & static_cast<unsigned>(digits - 1)], 1u);
-    }
+    if (above >> bits == prefix) atomicAdd(&counts[above & ((1u << bits) - 1u)], 1u);
   };
 #pragma unroll
   for (int e = 0; e < kHeld; ++e) {
@@ -103,27 +167,12 @@ __device__ __forceinline__ void FindDigit(const float* scores, int visible,
   }
   for (int first = kChunk; first < visible; first += kChunk) {
     uint32_t ranks[kHeld];
-    const int n = LoadRanks(scores, first + thread * kHeld, visible, ranks);
+    const int n = LoadRanks(scores, first + static_cast<int>(threadIdx.x) * kHeld, visible, ranks);
 #pragma unroll
     for (int e = 0; e < kHeld; ++e) {
       if (e < n) count(ranks[e]);
     }
   }
-  __syncthreads();
-  const int per_thread = (digits + kThreads - 1) / kThreads;
-  const int begin = min(thread * per_thread, digits);
-  const int mine = min(per_thread, digits - begin);
-  const unsigned sum = SumCounts(shared, begin, mine);
-  unsigned total = 0;
-  unsigned before = SumBefore<kThreads>(sum, shared.warp_sums, &total);
-  if (before < wanted && wanted <= before + sum) {  // One thread.
-    int digit = begin;
-    while (before + shared.counts[digit] < wanted) before += shared.counts[digit++];
-    shared.digit = static_cast<unsigned>(digit);
-    shared.before = before;
-    shared.count = shared.counts[digit];
-  }
-  __syncthreads();
 }
 
 // Writes the entries whose rank begins with less than `prefix`, and the first `wanted` of those
@@ -174,27 +223,36 @@ __device__ __forceinline__ void EmitEntries(const float* scores, int visible,
 }
 
 // out[topk] = the selection of scores[visible], topk < visible, by all kThreads threads of a block,
-// each with the ranks of kHeld consecutive entries in registers.
+// each with the ranks of kHeld consecutive entries in registers. ClearCounts has been called and
+// no barrier has followed; one stands at the end.
 // In reference arithmetic scores lie on the bf16 grid: the upper half of a rank is all of it.
 template <int kThreads, int kHeld>
 __device__ __forceinline__ void RadixSelect(const float* scores, int visible, int64_t topk,
                                             bool is_reference, RadixShared& shared, int32_t* out) {
   uint32_t held[kHeld];
-  ClearCounts<kThreads>(kTopDigitBits, shared);
   const int num_held = LoadRanks(scores, static_cast<int>(threadIdx.x) * kHeld, visible, held);
-  const int last_shift = is_reference ? 16 : 0;
   auto wanted = static_cast<unsigned>(topk);
-  uint32_t prefix = 0;
-  int shift = 32;
-  while (true) {
-    const int bits = shift == 32 ? kTopDigitBits : is_reference ? 4 : 10;
+  int shift = 32 - kTopDigitBits;
+  __syncthreads();
+  CountDigits<kThreads, kHeld>(scores, visible, held, num_held, 0, shift, kTopDigitBits,
+                               shared.top);
+  __syncthreads();
+  Digit digit = FindDigit<kThreads, 1 << kTopDigitBits>(shared.top, wanted, shared.digit_sums[0]);
+  uint32_t prefix = digit.value;
+  wanted -= digit.before;
+  const int last_shift = is_reference ? 16 : 0;
+  const int bits = is_reference ? kLastDigitBits : kDigitBits;
+  for (int i = 0; shift != last_shift && wanted != digit.count; ++i) {
     shift -= bits;
-    FindDigit<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, bits, wanted,
-                               shared);
-    prefix = prefix << bits | shared.digit;
-    wanted -= shared.before;
-    if (shift == last_shift || wanted == shared.count) break;
-    ClearCounts<kThreads>(is_reference ? 4 : 10, shared);  // A barrier stands after it.
+    CountDigits<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, bits,
+                                 shared.further[i]);
+    __syncthreads();
+    digit = is_reference
+                ? FindDigit<kThreads, 1 << kLastDigitBits>(shared.further[i], wanted, nullptr)
+                : FindDigit<kThreads, 1 << kDigitBits>(shared.further[i], wanted,
+                                                       shared.digit_sums[1 + i]);
+    prefix = prefix << bits | digit.value;
+    wanted -= digit.before;
   }
   EmitEntries<kThreads, kHeld>(scores, visible, held, num_held, prefix, shift, wanted, shared, out);
 }
