@@ -41,7 +41,7 @@ constexpr Patch kTwoFormats = {
         "Linears of fp8 and of bf16 weights that are called together share a launch of at most "
         "eight tokens, each format a share of the multiprocessors by its bytes.",
     .phases = kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     .bound = {NumericClass::kBitExact, /*factor=*/1.0, /*floor=*/0.0},  // Against swap_ab.
     .test = "LinearManyCudaTest",
     .decision = "kernels/linear/decisions/0003-two-formats.md"};

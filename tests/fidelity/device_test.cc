@@ -120,8 +120,9 @@ TEST_P(DeviceTest, LogitsAreWithinTheGoldenTolerances) {
 std::map<std::string, bool> AllPatchesOn() {
   std::map<std::string, bool> patches;
   for (const Patch* patch : kernels::AllPatches()) {
-    const bool is_narrow =
-        patch->name == "hyper_connection.bf16" || patch->name == "hyper_connection.tf32";
+    const bool is_narrow = patch->name == "hyper_connection.bf16" ||
+                           patch->name == "hyper_connection.tf32" ||
+                           patch->name == "hyper_connection.bf16_hilo";
     patches[std::string(patch->name)] = !is_narrow;
   }
   return patches;

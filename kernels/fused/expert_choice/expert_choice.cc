@@ -17,7 +17,7 @@ constexpr Patch kSplitK = {
         "Logits, scores and choice in one launch whose blocks share K, since the router's few rows "
         "of weights would keep few multiprocessors busy, and the choice waited for a launch.",
     .phases = kPhaseDecode,
-    .default_on = false,
+    .default_on = true,
     // As linear.swap_ab.
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/1e-3},
     .test = "ExpertChoiceTest",
