@@ -398,6 +398,7 @@ __global__ void EncodeRows(DeviceAttention args,
   const int block = static_cast<int>(threadIdx.x) / kWarpLanes;
   EncodeKvBlock(args.chunk_kv + int64_t{blockIdx.x} * args.kv_stride, kNope, block, entry,
                 entry + kEntryBytes);
+  if (threadIdx.x == 0) entry[kEntryBytes + kNope / kKvNopeBlock] = std::byte{0};
 }
 
 template <int kHalves>
