@@ -43,7 +43,7 @@ absl::StatusOr<PatchSet> OnlyOn(absl::string_view name) {
 absl::StatusOr<std::vector<Choice>> ChoicesOf(const KernelCase& one, uint32_t phase,
                                               bool has_trusted) {
   std::vector<Choice> choices;
-  if (has_trusted) choices.push_back({.name = "trusted"});
+  if (has_trusted && one.has_trusted) choices.push_back({.name = "trusted"});
   for (const Patch* patch : kernels::AllPatches()) {
     for (const std::string& prefix : one.patch_prefixes) {
       if (!absl::StartsWith(patch->name, prefix) || (patch->phases & phase) == 0) continue;

@@ -226,6 +226,11 @@ absl::Status AddPostPre(Bench& bench, bool is_bf16) {
         StoredBytes(w.hc_ffn.fn) + bench.rows * (is_bf16 ? 2 : 4) * hidden * (4 + 4 + 1 + 1);
   }
   bench.out.patch_prefixes = {"hyper_connection."};
+  if (is_bf16) {  // Its own operations in turn take f32 alone.
+    bench.out.has_trusted = false;
+    bench.out.patch_prefixes = {"hyper_connection.fused_post_pre", "hyper_connection.bf16",
+                                "hyper_connection.tf32"};
+  }
   return absl::OkStatus();
 }
 

@@ -16,6 +16,7 @@ namespace isthmus::diag {
 
 struct KernelCase {
   std::string name;
+  bool has_trusted = true;  // The trusted path takes such arguments.
   // Patches of other operations do not touch it: what its patches' names begin with.
   std::vector<std::string> patch_prefixes;
   int64_t bytes = 0;       // That a call must read or write.
