@@ -50,6 +50,15 @@ def program(folder, name):
     sys.exit(f"no program {name} below {folder}")
 
 
+def num_gpus():
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20,
+                                check=False).stdout
+    except OSError:  # Emulated, or none.
+        return 1
+    return max(1, len(re.findall(r"^GPU \d", listed, re.M)))
+
+
 def cases(words):
     """One conversation of every kind and length up to `words`, and some that call tools."""
     chosen = {}
@@ -242,7 +251,14 @@ def main():
         prompt_files.append(logs / f"prompt{i}")
         prompt_files[-1].write_text(" ".join(map(str, prompt)))
     first, is_right = None, True
-    for i, name in enumerate(args.layouts or ["cpu", "gpu", "invariant"]):
+    has_two = num_gpus() > 1
+    for i, name in enumerate(args.layouts or ["cpu", "trusted", "gpu", "invariant"]):
+        prefill, decode, both = LAYOUTS[name]
+        if not has_two and "tp=" in prefill + decode:
+            print(f"{name}: skipped, it needs two GPUs")
+            continue
+        if not has_two:  # Then both workers share one.
+            LAYOUTS[name] = (prefill, decode.replace("cuda:1", "cuda:0"), both)
         cluster = Cluster(args, name, args.port + 10 * i)
         start = time.monotonic()
         try:
