@@ -91,8 +91,7 @@ __device__ __forceinline__ void LoadKey(const unsigned char* keys, const uint32_
       const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        operand[4 * c + j][0] = F16PairOfE4m3(words[j] & 0xffffu);
-        operand[4 * c + j][1] = F16PairOfE4m3(words[j] >> 16);
+        F16PairsOfE4m3(words[j], operand[4 * c + j][0], operand[4 * c + j][1]);
       }
     }
   } else {
