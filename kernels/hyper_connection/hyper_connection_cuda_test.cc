@@ -86,7 +86,8 @@ class HyperConnectionCudaTest : public ::testing::TestWithParam<Form> {
  protected:
   void SetUp() override {
     ISTHMUS_REQUIRE_DEVICE();
-    if (GetParam().needs_gpu && !testing::TestsRealShapes()) GTEST_SKIP() << "needs a GPU for its size";
+    if (GetParam().needs_gpu && !testing::TestsRealShapes())
+      GTEST_SKIP() << "needs a GPU for its size";
   }
   DeviceMatrix Matrix(const std::vector<float>& values, int64_t cols) const {
     const Form& form = GetParam();

@@ -135,7 +135,8 @@ class HyperConnectionFusedTest : public ::testing::TestWithParam<Form> {
  protected:
   void SetUp() override {
     ISTHMUS_REQUIRE_DEVICE();
-    if (GetParam().needs_gpu && !testing::TestsRealShapes()) GTEST_SKIP() << "needs a GPU for its size";
+    if (GetParam().needs_gpu && !testing::TestsRealShapes())
+      GTEST_SKIP() << "needs a GPU for its size";
   }
   static NumericBound Bound() { return HyperConnectionPatches()[0]->bound; }
 };
