@@ -68,6 +68,20 @@ struct AttentionArgs {
 };
 
 absl::Status Attention(const AttentionArgs& args, const Exec& exec);
+// What a call has at most, for planning.
+struct AttentionSize {
+  int64_t rows = 0;
+  int64_t sequences = 0;
+  int64_t max_tokens = 0;  // Of one sequence, with its cache.
+  int64_t window = 128;
+  int64_t ratio = 0;
+  int64_t max_selected = 0;  // Ratio 4.
+  int64_t head_dim = 0;
+  bool stores_f32 = false;  // The cache, as in math arithmetic.
+};
+// Bytes of scratch that such calls take on the CPU, at most.
+int64_t AttentionScratchBytes(const AttentionSize& size, int threads);
+
 std::span<const Patch* const> AttentionPatches();
 // Works on the same caches but commits nothing to the ring.
 absl::Status AttentionDefinition(const AttentionArgs& args, const Exec& exec);

@@ -8,6 +8,7 @@
 
 #include "kernels/attention/attention_variants.h"
 #include "kernels/core/quantise.h"
+#include "kernels/core/scratch_count.h"
 
 namespace isthmus::kernels {
 namespace {
@@ -105,6 +106,43 @@ QueryKeys* TakeQueryKeys(const AttentionArgs& args, const SharedKeys* shared, in
     keys.scores = scope.Take<float>(task_heads * max_keys);
   }
   return out;
+}
+
+int64_t AttentionScratchBytes(const AttentionSize& s, int threads) {
+  const int64_t visible = VisibleEntries(s.max_tokens - 1, s.ratio);
+  const int64_t used = s.ratio == 4 ? std::min(s.max_selected, visible) : visible;
+  const int64_t keys = std::min(s.max_tokens, s.window) + used;
+  const int64_t max_keys = (keys + 15) / 16 * 16;
+  const int64_t sharing = s.stores_f32 ? 0 : std::min(s.sequences, s.rows / kMinRowsToShare);
+  // What is shared was asked for at least twice: as many entries as half the queries select.
+  const int64_t budget = kMaxSharedBytes / static_cast<int64_t>(sizeof(float)) / s.head_dim;
+  const int64_t shared = std::min({sharing * visible, s.rows * used / 2, budget});
+  const auto of_threads = [&](bool decodes) {
+    ScratchCount scratch;
+    for (int t = 0; t < threads; ++t) {
+      scratch.Take<const float*>(max_keys);
+      scratch.Take<StoredKey>(max_keys);
+      if (decodes && !s.stores_f32) scratch.Take<float>(keys * s.head_dim);
+      if (s.ratio == 4 && visible > 0) scratch.Take<uint64_t>(visible / 64 + 1);
+      scratch.Take<float>(kMaxTaskHeads * max_keys);
+    }
+    return scratch.peak_bytes();
+  };
+  const auto count = [&](int64_t sequences, int64_t entries, bool decodes) {
+    ScratchCount scratch;
+    scratch.Take<SharedKeys>(s.sequences);
+    for (int64_t i = 0; i < sequences; ++i) scratch.Take<float>((s.window - 1) * s.head_dim);
+    if (entries > 0) scratch.Take<float>(entries * s.head_dim);
+    scratch.Take<QueryKeys>(threads);
+    scratch.Lend(of_threads(decodes) + Workspace::RoundedBytes(4 * s.rows));
+    return scratch.peak_bytes();
+  };
+  // One sequence either shares its entries or has them decoded query by query; among several some
+  // may do the one, some the other.
+  if (s.sequences > 1) return count(sharing, shared, true);
+  const bool shares_windows_alone = s.ratio != 0;
+  return std::max({count(sharing, shared, false), count(0, 0, true),
+                   shares_windows_alone ? count(sharing, 0, true) : 0});
 }
 
 namespace {

@@ -69,6 +69,9 @@ ISTHMUS_HOST_DEVICE inline int64_t NewEntries(int64_t start, int64_t end, int64_
 }
 
 absl::Status Compressor(const CompressorArgs& args, const Exec& exec);
+// Bytes of scratch that it takes on the CPU, at most.
+int64_t CompressorScratchBytes(int64_t rows, int64_t sequences, int64_t ratio, int64_t dim,
+                               int threads);
 std::span<const Patch* const> CompressorPatches();
 // Works on the same caches but writes only `entries` (which must not be null).
 absl::Status CompressorDefinition(const CompressorArgs& args, const Exec& exec);

@@ -13,6 +13,7 @@
 #include "kernels/core/hadamard.h"
 #include "kernels/core/math.h"
 #include "kernels/core/quantise.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 
 // clang-format off
@@ -158,6 +159,15 @@ void KeepRow(const CompressorArgs& args, const SequenceKv& seq, int64_t row) {
 
 void PoolRowsCpu(std::span<const PoolRow> rows, int64_t dim, float* out) {
   HWY_DYNAMIC_DISPATCH(PoolT)(rows.data(), rows.size(), dim, out);
+}
+
+int64_t CompressorScratchBytes(int64_t rows, int64_t sequences, int64_t ratio, int64_t dim,
+                               int threads) {
+  ScratchCount scratch;
+  scratch.Take<int32_t>(rows);
+  scratch.Take<CompletedEntry>(std::clamp<int64_t>(rows / ratio + sequences, 1, rows));
+  scratch.Take<float>(threads * dim);
+  return scratch.peak_bytes();
 }
 
 absl::Status LaunchCompressorCpu(const CompressorArgs& args, const Exec& exec) {

@@ -7,6 +7,7 @@
 
 #include "kernels/core/formats.h"
 #include "kernels/core/gemm_blocks.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "services/base/check.h"
 
@@ -132,6 +133,17 @@ void GemmMany(std::span<const GemmTask> tasks, const Exec& exec) {
       HWY_DYNAMIC_DISPATCH(GemmItemT)(*plan, item - plan->first_item, scratch + thread);
     }
   });
+}
+
+int64_t GemmScratchBytes(std::span<const GemmInput> inputs, int threads) {
+  ScratchCount scratch;
+  scratch.Take<GemmPlan>(static_cast<int64_t>(inputs.size()));
+  for (const GemmInput& x : inputs) {
+    if (x.rows <= kFusedRows || x.is_shared) continue;
+    scratch.Take<float>(HWY_DYNAMIC_DISPATCH(GemmPackedRowsT)(x.rows) * x.inputs);
+  }
+  scratch.Take<GemmScratch>(threads);
+  return scratch.peak_bytes();
 }
 
 double WeightValue(const WeightView& w, int64_t n, int64_t k) {

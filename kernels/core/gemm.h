@@ -10,6 +10,7 @@
 // thread count or the layout of the weight (kernels/decisions/0001-summation-order.md).
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "kernels/core/exec.h"
@@ -31,6 +32,19 @@ struct GemmTask {
 // Independent products in one parallel loop: the experts of a step, or several linears of one
 // input. Each has the bits that Gemm gives; no output may overlap anything.
 void GemmMany(std::span<const GemmTask> tasks, const Exec& exec);
+
+// Up to here rows are multiplied where they lie, as weights decode; more are packed.
+inline constexpr int64_t kFusedRows = 4;
+inline constexpr int64_t kMaxTileRows = 8;  // Rows of one register tile (AVX2 uses six).
+
+// What a product reads, for planning: x [rows, inputs], which it may share with the one before it.
+struct GemmInput {
+  int64_t rows = 0;
+  int64_t inputs = 0;
+  bool is_shared = false;
+};
+// Bytes of scratch that such products take in one call.
+int64_t GemmScratchBytes(std::span<const GemmInput> inputs, int threads);
 
 // The value of one weight, by the scalar codecs: what a definition sums.
 double WeightValue(const WeightView& w, int64_t n, int64_t k);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/core/gemm.h"
 #include "kernels/core/tensor.h"
 #include "kernels/core/weight.h"
 
@@ -13,11 +14,9 @@ namespace isthmus::kernels {
 
 inline constexpr int64_t kBlockK = 128;       // Inputs per block: one fp8 group, 8 KB of f32 panel.
 inline constexpr int64_t kMaxGroups = 8;      // Groups per block: 128 / 16.
-inline constexpr int64_t kFusedRows = 4;      // Up to here rows are multiplied as weights decode.
-inline constexpr int64_t kStreamedRows = 32;  // Up to here too, where there are registers.
+inline constexpr int64_t kStreamedRows = 32;  // Up to here as well as kFusedRows, given registers.
 inline constexpr int64_t kFusedPanels = 4;    // Panels side by side then, to hide latency.
 inline constexpr int64_t kTilePanels = 2;     // Panels of one register tile (AVX2 uses one).
-inline constexpr int64_t kMaxTileRows = 8;    // Rows of one register tile (AVX2 uses six).
 inline constexpr int64_t kTilesPerBlock = 16;  // Tiles that share one decoded panel block.
 
 struct PanelBlock {

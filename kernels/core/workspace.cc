@@ -10,49 +10,61 @@
 namespace isthmus::kernels {
 namespace {
 
-constexpr size_t kAlign = 64;
 constexpr size_t kDeviceAlign = 256;
 constexpr size_t kMinBlockBytes = size_t{1} << 20;
 
 }  // namespace
 
-Workspace::Scope::Scope(Workspace* workspace) : workspace_(workspace), block_(0), used_(0) {
+Workspace::Scope::Scope(Workspace* workspace)
+    : workspace_(workspace), block_(0), used_(0), live_(0) {
   if (workspace_ == nullptr) {
     own_ = std::make_unique<Workspace>();
     workspace_ = own_.get();
   }
   block_ = workspace_->block_;
   used_ = workspace_->used_;
+  live_ = workspace_->live_;
 }
 
 Workspace::Scope::~Scope() {
   workspace_->block_ = block_;
   workspace_->used_ = used_;
+  workspace_->live_ = live_;
+}
+
+void Workspace::AddBlock(size_t size) {
+  Block block;
+  block.size = size;
+  if (memory_ == kDevice) {
+    absl::StatusOr<DeviceBuffer> buffer = DeviceBuffer::Allocate(static_cast<int64_t>(size));
+    if (!buffer.ok()) {
+      CheckFailed(__FILE__, __LINE__, std::string(buffer.status().message()).c_str());
+    }
+    block.device = *std::move(buffer);
+  } else {
+    block.bytes.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, size)));
+    ISTHMUS_CHECK(block.bytes != nullptr);
+  }
+  blocks_.push_back(std::move(block));
+}
+
+void Workspace::Reserve(int64_t bytes) {
+  ISTHMUS_CHECK(blocks_.empty() && live_ == 0 && bytes >= 0);
+  if (bytes > 0) AddBlock(static_cast<size_t>(RoundedBytes(bytes)));
 }
 
 void* Workspace::TakeBytes(size_t bytes) {
-  const size_t align = memory_ == kDevice ? kDeviceAlign : kAlign;
+  const size_t align = memory_ == kDevice ? kDeviceAlign : size_t{kAlign};
   bytes = (std::max<size_t>(bytes, 1) + align - 1) / align * align;
+  live_ += static_cast<int64_t>(bytes);
+  peak_ = std::max(peak_, live_);
   while (block_ < blocks_.size() && blocks_[block_].size - used_ < bytes) {
     ++block_;
     used_ = 0;
   }
   if (block_ == blocks_.size()) {
     const size_t last = blocks_.empty() ? 0 : blocks_.back().size;
-    const size_t size = std::max({bytes, kMinBlockBytes, 2 * last});
-    Block grown;
-    grown.size = size;
-    if (memory_ == kDevice) {
-      absl::StatusOr<DeviceBuffer> buffer = DeviceBuffer::Allocate(static_cast<int64_t>(size));
-      if (!buffer.ok()) {
-        CheckFailed(__FILE__, __LINE__, std::string(buffer.status().message()).c_str());
-      }
-      grown.device = *std::move(buffer);
-    } else {
-      grown.bytes.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, size)));
-      ISTHMUS_CHECK(grown.bytes != nullptr);
-    }
-    blocks_.push_back(std::move(grown));
+    AddBlock(std::max({bytes, kMinBlockBytes, 2 * last}));
   }
   const Block& block = blocks_[block_];
   void* out = (memory_ == kDevice ? block.device.data() : block.bytes.get()) + used_;

@@ -60,6 +60,19 @@ struct ExpertsArgs {
 };
 
 absl::Status Experts(const ExpertsArgs& args, const Exec& exec);
+// What a call has, for planning.
+struct ExpertsSize {
+  int64_t tokens = 0;
+  int64_t k = 0;
+  int64_t num_experts = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  bool has_shared = false;
+  bool quantises = false;  // The arithmetic and the format of any expert ask for it.
+};
+// Bytes of scratch that it takes on the CPU, at most: whatever experts the tokens choose.
+int64_t ExpertsScratchBytes(const ExpertsSize& size, int threads);
+
 // The patches of this operation (kernels/patches.h).
 std::span<const Patch* const> ExpertsPatches();
 absl::Status ExpertsDefinition(const ExpertsArgs& args, const Exec& exec);

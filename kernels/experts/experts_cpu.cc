@@ -4,10 +4,12 @@
 // with one token and six experts still fills the threads. Experts without tokens are never touched.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kernels/core/formats.h"
 #include "kernels/core/gemm.h"
 #include "kernels/core/quantise.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/experts/experts_rows.h"
 #include "kernels/experts/experts_variants.h"
@@ -169,6 +171,25 @@ void CombineRows(const ExpertsArgs& args, const GroupedBatch& batch, const Matri
   });
 }
 
+// Scratch of `products` products per group, which share their inputs. Groups whose rows are packed
+// (gemm.h) end in a tile that is not full: the more of them there are the more is taken, so here
+// all tokens lie in as many as can be.
+int64_t GemmBytes(const ExpertsSize& size, int64_t groups, int64_t inputs, int64_t products,
+                  int threads) {
+  const int64_t routed = size.tokens * size.k;
+  const int64_t packed = std::min(size.num_experts, routed / (kFusedRows + 1));
+  std::vector<GemmInput> all;
+  for (int64_t i = 0; i < groups; ++i) {
+    int64_t rows = 1;
+    if (size.tokens > kFusedRows && i < packed) {
+      rows = (routed + packed - 1) / packed + kMaxTileRows - 1;
+    }
+    if (size.has_shared && i == groups - 1) rows = size.tokens;
+    for (int64_t p = 0; p < products; ++p) all.push_back({rows, inputs, p > 0});
+  }
+  return GemmScratchBytes(all, threads);
+}
+
 // Rows of the widest intermediate of the experts that run.
 int64_t Intermediate(const GroupedBatch& batch) {
   int64_t widest = 0;
@@ -179,6 +200,30 @@ int64_t Intermediate(const GroupedBatch& batch) {
 }
 
 }  // namespace
+
+int64_t ExpertsScratchBytes(const ExpertsSize& size, int threads) {
+  const int64_t tokens = size.tokens;
+  const int64_t routed = tokens * size.k;
+  const int64_t rows = routed + (size.has_shared ? tokens : 0);
+  const int64_t groups = std::min(size.num_experts, routed) + (size.has_shared ? 1 : 0);
+  ScratchCount scratch;
+  scratch.Take<ExpertGroup>(std::min(size.num_experts, routed) + 1);
+  scratch.Take<int32_t>(rows);
+  scratch.Take<int32_t>(rows);
+  scratch.Take<float>(rows);
+  scratch.Take<int64_t>(routed);
+  scratch.Take<int64_t>(size.num_experts + 1);
+  scratch.Take<int64_t>(tokens);
+  scratch.Take<float>(rows * size.hidden);
+  scratch.Take<float>(rows * size.intermediate);
+  scratch.Take<float>(rows * size.intermediate);
+  scratch.Take<GemmTask>(2 * groups);
+  if (size.quantises) scratch.Take<float>(tokens * size.hidden);
+  scratch.Lend(GemmBytes(size, groups, size.hidden, /*products=*/2, threads));
+  scratch.Lend(GemmBytes(size, groups, size.intermediate, /*products=*/1, threads));
+  scratch.Take<const float*>(routed);
+  return scratch.peak_bytes();
+}
 
 absl::Status LaunchExpertsCpu(const ExpertsArgs& args, const Exec& exec) {
   Workspace::Scope scope(exec.workspace);

@@ -76,6 +76,9 @@ struct HyperConnectionHeadArgs {
 absl::Status HyperConnectionHead(const HyperConnectionHeadArgs& args, const Exec& exec);
 absl::Status HyperConnectionHeadDefinition(const HyperConnectionHeadArgs& args, const Exec& exec);
 
+// Bytes of scratch that any of the three takes on the CPU.
+int64_t HyperConnectionScratchBytes(int64_t tokens, int64_t hidden, int threads);
+
 // All patches of the three operations.
 std::span<const Patch* const> HyperConnectionPatches();
 

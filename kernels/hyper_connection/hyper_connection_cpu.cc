@@ -10,6 +10,7 @@
 
 #include "kernels/core/gemm.h"
 #include "kernels/core/math.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/hyper_connection/hyper_connection_variants.h"
 
@@ -261,6 +262,14 @@ absl::Status LaunchHyperConnectionHeadCpu(const HyperConnectionHeadArgs& args, c
     for (int64_t t = begin; t < end; ++t) token(args, mix, t);
   });
   return absl::OkStatus();
+}
+
+int64_t HyperConnectionScratchBytes(int64_t tokens, int64_t hidden, int threads) {
+  ScratchCount scratch;
+  scratch.Take<float>(tokens * kNumMixes);  // The head has fewer.
+  const GemmInput streams = {tokens, kNumStreams * hidden};
+  scratch.Lend(GemmScratchBytes({&streams, 1}, threads));
+  return scratch.peak_bytes();
 }
 
 void SplitMixes(const float* mixes, const float* scale, const float* base, int sinkhorn_iterations,

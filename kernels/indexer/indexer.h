@@ -55,6 +55,17 @@ struct IndexerArgs {
 absl::Status Indexer(const IndexerArgs& args, const Exec& exec);
 absl::Status IndexerDefinition(const IndexerArgs& args, const Exec& exec);
 
+// What a call has at most, for planning.
+struct IndexerSize {
+  int64_t rows = 0;
+  int64_t sequences = 0;
+  int64_t max_keys = 0;  // Of one sequence.
+  int64_t topk = 0;
+  int64_t dim = 128;
+};
+// Bytes of scratch that such calls without `scores` take on the CPU, at most.
+int64_t IndexerScratchBytes(const IndexerSize& size, int threads);
+
 // The index query after RoPE: Hadamard (Sylvester order, dim^-0.5) and the fp4 round trip per head,
 // in place. Nothing in math arithmetic, where the transform is neutral.
 absl::Status IndexQuery(const MatrixView& q, int64_t num_heads, int64_t dim, Arithmetic arithmetic,

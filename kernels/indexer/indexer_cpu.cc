@@ -14,6 +14,7 @@
 #include "kernels/core/hadamard.h"
 #include "kernels/core/index_key.h"
 #include "kernels/core/quantise.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/indexer/indexer_variants.h"
 
@@ -409,6 +410,21 @@ absl::Status LaunchIndexerCpu(const IndexerArgs& args, const Exec& exec) {
     first = next;
   }
   return absl::OkStatus();
+}
+
+int64_t IndexerScratchBytes(const IndexerSize& size, int threads) {
+  const bool scores = size.max_keys > size.topk;  // Else whoever sees keys selects them all.
+  const int64_t stride = (size.max_keys + kKeysPerBlock - 1) / kKeysPerBlock * kKeysPerBlock;
+  const int64_t fits = std::max<int64_t>(1, kMaxScoreFloats / (size.max_keys + kKeysPerBlock));
+  const int64_t item_rows = std::min(kRowsPerItem, fits);
+  ScratchCount scratch;
+  // Every sequence may end in an item that is not full.
+  scratch.Take<Item>(
+      std::min(size.rows, (size.rows + size.sequences * (item_rows - 1)) / item_rows));
+  scratch.Take<float>(scores ? std::min(size.rows * stride, std::max(kMaxScoreFloats, stride)) : 1);
+  scratch.Take<float>(threads * (size.dim * kKeysPerBlock + size.dim));
+  scratch.Take<uint64_t>(threads * (scores ? size.max_keys : 1));
+  return scratch.peak_bytes();
 }
 
 void Hadamard(float* x, int64_t n) {

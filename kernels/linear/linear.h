@@ -45,6 +45,9 @@ absl::Status Linear(const LinearArgs& args, const Exec& exec);
 absl::Status LinearMany(std::span<const LinearArgs> linears, const Exec& exec);
 absl::Status LinearDefinition(const LinearArgs& args, const Exec& exec);
 
+// Bytes of scratch that a linear of `rows` tokens takes on the CPU.
+int64_t LinearScratchBytes(int64_t rows, int64_t inputs, bool quantises_input, int threads);
+
 std::span<const Patch* const> LinearPatches();
 
 // out = the e4m3 1x128 round trip of x, for an input that several linears share: quantise once and

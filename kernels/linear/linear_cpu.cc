@@ -5,6 +5,7 @@
 #include "kernels/core/formats.h"
 #include "kernels/core/gemm.h"
 #include "kernels/core/quantise.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/linear/linear_variants.h"
 
@@ -39,6 +40,14 @@ absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec) {
     });
   }
   return absl::OkStatus();
+}
+
+int64_t LinearScratchBytes(int64_t rows, int64_t inputs, bool quantises_input, int threads) {
+  ScratchCount scratch;
+  if (quantises_input) scratch.Take<float>(rows * inputs);
+  const GemmInput x = {rows, inputs};
+  scratch.Lend(GemmScratchBytes({&x, 1}, threads));
+  return scratch.peak_bytes();
 }
 
 }  // namespace isthmus::kernels

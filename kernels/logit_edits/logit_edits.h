@@ -46,6 +46,8 @@ struct LogitEditsArgs {
 };
 
 absl::Status EditLogits(const LogitEditsArgs& args, const Exec& exec);
+// Bytes of scratch that EditLogits takes on the CPU.
+int64_t EditLogitsScratchBytes(int64_t vocab);
 absl::Status EditLogitsDefinition(const LogitEditsArgs& args, const Exec& exec);
 
 }  // namespace isthmus::kernels

@@ -30,6 +30,10 @@ double Penalised(const LogitEditsArgs& args, const Mention& mention, double logi
 
 }  // namespace
 
+int64_t EditLogitsScratchBytes(int64_t vocab) {
+  return Workspace::RoundedBytes(vocab * static_cast<int64_t>(sizeof(Mention)));
+}
+
 absl::Status LaunchEditLogitsCpu(const LogitEditsArgs& args, const Exec& exec) {
   float* logits = args.logits.data();
   const auto vocab = static_cast<int64_t>(args.logits.size());

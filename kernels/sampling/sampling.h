@@ -50,6 +50,9 @@ struct SamplingArgs {
 absl::StatusOr<int32_t> Sample(const SamplingArgs& args, const Exec& exec);
 absl::StatusOr<int32_t> SampleDefinition(const SamplingArgs& args, const Exec& exec);
 
+// Bytes of scratch that Sample takes on the CPU.
+int64_t SampleScratchBytes(int64_t vocab);
+
 // Each row as Sample would with the values of its place in the arrays.
 struct SamplingBatchArgs {
   MatrixView logits;                   // [rows, vocab]

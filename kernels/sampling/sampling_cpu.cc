@@ -11,6 +11,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/core/math.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/sampling/sampling_variants.h"
 
@@ -102,6 +103,14 @@ int32_t Draw(const SamplingArgs& args, const Ranked* ranked, const float* mass, 
 }
 
 }  // namespace
+
+int64_t SampleScratchBytes(int64_t vocab) {
+  ScratchCount scratch;
+  scratch.Take<Ranked>(vocab);
+  scratch.Take<Ranked>(vocab);
+  scratch.Take<float>(vocab);
+  return scratch.peak_bytes();
+}
 
 absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& exec) {
   const float* logits = args.logits.f32();

@@ -20,6 +20,7 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
       options.threads > 0 ? options.threads : std::clamp(processors, 1, 64));
   local->cache_tokens_ = options.max_tokens;
   local->exec_.threads = local->threads_.get();
+  local->workspace_.Reserve(options.scratch_bytes);
   local->exec_.workspace = &local->workspace_;
   ISTHMUS_ASSIGN_OR_RETURN(const int device, model::ParseDevice(options.device));
   model::WeightOptions weight_options;

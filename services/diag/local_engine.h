@@ -30,6 +30,7 @@ struct LocalEngineOptions {
   int64_t max_tokens = 65536;  // Tokens that the cache has room for, of all sequences.
   int32_t max_sequences = 8;
   int page_tokens = 256;
+  int64_t scratch_bytes = 0;            // Of steps on the CPU, reserved; they grow beyond it.
   int threads = 0;                      // 0: one per processor, at most 64.
   std::string device = "cpu";           // Or cuda:<number>.
   std::map<std::string, bool> patches;  // Switched on or off.

@@ -8,7 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "services/base/byte_size.h"
 #include "services/base/status_macros.h"
+#include "services/engine/sampler.h"
+#include "services/engine/scheduler.h"
 #include "services/kv/page_copy.h"
+#include "services/model/step_memory.h"
 
 namespace isthmus::engine {
 namespace {
@@ -148,6 +151,21 @@ int64_t MemoryPlan::SequenceBytes(int64_t num_tokens) const {
     bytes += (num_tokens + pool.tokens_per_entry - 1) / pool.tokens_per_entry * pool.entry_bytes;
   }
   return bytes;
+}
+
+StepMemory PlanStepMemory(const model::ModelConfig& config, int64_t chunk_rows,
+                          int64_t max_sequences, int64_t max_sequence_tokens, int threads,
+                          kernels::Arithmetic arithmetic) {
+  model::StepSize step;
+  step.rows = chunk_rows + max_sequences;
+  step.sequences = max_sequences;
+  step.logit_rows = max_sequences + std::min(chunk_rows, kMaxPromptLogitRows);
+  step.max_tokens = max_sequence_tokens;
+  step.threads = threads;
+  step.arithmetic = arithmetic;
+  const int64_t vocab = config.vocab_size;
+  return {.scratch_bytes = std::max(model::StepScratchBytes(config, step), DrawScratchBytes(vocab)),
+          .logit_bytes = step.logit_rows * vocab * static_cast<int64_t>(sizeof(float))};
 }
 
 absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds& needs) {

@@ -15,14 +15,29 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/core/arithmetic.h"
 #include "kernels/core/kv_layout.h"
+#include "services/model/model_config.h"
 
 namespace isthmus::engine {
+
+// What a worker's largest step takes beside the cache, on the CPU.
+struct StepMemory {
+  int64_t scratch_bytes = 0;  // What the workspace of steps and draws reserves.
+  int64_t logit_bytes = 0;    // Of replies, and of prompts whose log probabilities are wanted.
+
+  int64_t bytes() const { return scratch_bytes + logit_bytes; }
+};
+
+// `chunk_rows`: what all prompts get in one step.
+StepMemory PlanStepMemory(const model::ModelConfig& config, int64_t chunk_rows,
+                          int64_t max_sequences, int64_t max_sequence_tokens, int threads,
+                          kernels::Arithmetic arithmetic);
 
 // What a plan is made for. The names of fields in errors are those of the worker's configuration.
 struct MemoryNeeds {
   int64_t weight_bytes = 0;
-  int64_t step_bytes = 0;  // Scratch memory of the largest step (model/step_memory.h).
+  int64_t step_bytes = 0;  // Of the largest step (StepMemory).
   int64_t max_sequences = 1;
   int64_t snapshots = 0;  // Of prefixes.
   int64_t chunk_tokens = 1;

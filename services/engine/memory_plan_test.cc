@@ -105,7 +105,7 @@ TEST(MemoryPlanTest, AMillionTokensFitBesideHalfTheWeightsOn96GiB) {
     needs.memory_bytes = int64_t{96} << 30;
     needs.weight_bytes = *model::WeightBytes(flash, kernels::WeightFormat::kNvfp4, 2);
     needs.step_bytes =
-        model::StepBytes(flash, {.rows = 520, .sequences = 8, .max_tokens = 1 << 20, .threads = 8});
+        model::DeviceScratchBound(flash, {.rows = 520, .sequences = 8, .max_tokens = 1 << 20});
     needs.max_sequence_tokens = 1 << 20;
     needs.max_sequences = 32;
     needs.snapshots = 64;

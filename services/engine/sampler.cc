@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
 #include "kernels/logit_edits/logit_edits.h"
 #include "kernels/sampling/sampling.h"
@@ -187,6 +188,14 @@ absl::Status ValidateSamplingParams(const SamplingParams& sampling, const Sample
     return Refuse("num_replies", num_replies, absl::StrCat("1 to ", kMaxReplies));
   }
   return CheckLists(sampling, model);
+}
+
+int64_t DrawScratchBytes(int64_t vocab) {
+  kernels::ScratchCount scratch;
+  scratch.Take<float>(vocab);  // A copy where the request changes the logits.
+  scratch.Lend(kernels::EditLogitsScratchBytes(vocab));
+  scratch.Lend(kernels::SampleScratchBytes(vocab));
+  return scratch.peak_bytes();
 }
 
 bool TakesDrafts(const Sequence& sequence) {

@@ -56,4 +56,7 @@ absl::StatusOr<Gain> DrawTokens(const Sequence& sequence, std::span<const int32_
 // Writes what was gained into the sequence.
 void Append(Gain gain, Sequence& sequence);
 
+// Bytes of scratch that a draw takes on the host, at most.
+int64_t DrawScratchBytes(int64_t vocab);
+
 }  // namespace isthmus::engine

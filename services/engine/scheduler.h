@@ -11,6 +11,10 @@
 
 namespace isthmus::engine {
 
+// Rows with logits of their own, as many as the vocabulary has tokens, that prompts whose log
+// probabilities are wanted get in one step together.
+inline constexpr int64_t kMaxPromptLogitRows = 64;
+
 struct StepPart {
   Sequence* sequence = nullptr;
   int64_t num_rows = 0;  // Of its pending tokens, the next ones. At least 1.
@@ -25,7 +29,7 @@ struct StepPart {
 // as it can use it, then to the next. Of the other half each gets an equal share, so that a short
 // prompt need not wait for the end of a long one; where there are more prompts than tokens, those
 // whose last step is longest ago go first, so that none waits for ever. What is left over goes by
-// urgency again.
+// urgency again. kMaxPromptLogitRows are shared in the same way.
 std::vector<StepPart> PlanStep(std::span<Sequence* const> sequences, int64_t chunk_tokens,
                                int64_t max_prompt_tokens);
 

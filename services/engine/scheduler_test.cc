@@ -135,6 +135,42 @@ TEST(PlanStepTest, KeepsItsRulesWhateverTheBatch) {
   }
 }
 
+// Rows with logits of their own are few, whatever there is of others: half for the most urgent, the
+// rest by turns.
+TEST(PlanStepTest, PromptsShareTheRowsThatHaveLogits) {
+  Batch batch;
+  for (const char* name : {"a", "b", "c"}) {
+    batch.AddPrompt(name, 500)->sampling.top_prompt_logprobs = 1;
+  }
+  batch.AddPrompt("plain", 500);
+  const Batch::Plan plan = batch.Step(512, 2048);
+  int64_t with_logits = 0;
+  for (const auto& [name, rows] : plan) {
+    EXPECT_GT(rows, 0) << name;
+    with_logits += name == "plain" ? 0 : rows;
+    EXPECT_TRUE(name != "plain" || rows == 500);
+  }
+  EXPECT_EQ(plan.size(), 4u);
+  EXPECT_EQ(with_logits, kMaxPromptLogitRows);
+  EXPECT_GE(plan[0].second, kMaxPromptLogitRows / 2);
+
+  // More of them than such rows: none waits for ever.
+  Batch many;
+  std::map<std::string, int> last;
+  for (int i = 0; i < 100; ++i) {
+    many.AddPrompt(std::to_string(i), 500)->sampling.top_prompt_logprobs = 0;
+  }
+  for (int step = 1; step <= 12; ++step) {
+    int64_t rows = 0;
+    for (const auto& [name, own] : many.Step(512, 2048)) {
+      rows += own;
+      last[name] = step;
+    }
+    EXPECT_EQ(rows, kMaxPromptLogitRows);
+  }
+  EXPECT_EQ(last.size(), 100u);
+}
+
 TEST(PlanStepTest, MorePromptsThanTokensTakeTurns) {
   Batch batch;
   for (int i = 0; i < 7; ++i) batch.AddPrompt(std::to_string(i), 50);

@@ -4,6 +4,13 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "kernels/attention/attention.h"
+#include "kernels/compressor/compressor.h"
+#include "kernels/core/scratch_count.h"
+#include "kernels/experts/experts.h"
+#include "kernels/hyper_connection/hyper_connection.h"
+#include "kernels/indexer/indexer.h"
+#include "kernels/linear/linear.h"
 #include "services/base/status_macros.h"
 #include "services/model/checkpoint.h"
 #include "services/model/shard_plan.h"
@@ -41,7 +48,117 @@ absl::StatusOr<WeightFormat> StoredExpertFormat(const std::string& checkpoint_di
   return config.moe_quant_algo == "NVFP4" ? WeightFormat::kNvfp4 : WeightFormat::kMxfp4;
 }
 
-int64_t StepBytes(const ModelConfig& c, const StepSize& step) {
+namespace {
+
+using kernels::ScratchCount;
+
+// The attention half of a layer of `ratio`, in the order of forward_attention.cc.
+int64_t AttentionHalfBytes(const ModelConfig& c, const StepSize& s, int ratio) {
+  const bool reference = s.arithmetic == kernels::Arithmetic::kReference;
+  const int64_t rows = s.rows;
+  const int64_t hidden = c.hidden_size;
+  const int64_t heads = int64_t{c.num_attention_heads} * c.head_dim;
+  const int64_t entries = ratio == 4 ? s.max_tokens / ratio : 0;  // To choose from.
+  const auto linear = [&](int64_t inputs, bool quantises = false) {
+    return kernels::LinearScratchBytes(rows, inputs, quantises, s.threads);
+  };
+  const auto compressor = [&](int64_t dim) {
+    return kernels::CompressorScratchBytes(rows, s.sequences, ratio, dim, s.threads);
+  };
+  ScratchCount half;
+  if (reference) half.Take<float>(rows * hidden);  // The quantised input.
+  half.Take<float>(rows * c.q_lora_rank);
+  half.Take<float>(rows * c.head_dim);
+  half.Lend(linear(hidden));
+  half.Take<float>(rows * heads);
+  if (entries > 0) half.Take<float>(rows * c.index_n_heads * c.index_head_dim);
+  half.Lend(linear(c.q_lora_rank));
+  if (ratio != 0) {
+    const int64_t width = ratio == 4 ? 2 : 1;  // Of the compressors, in entries.
+    for (int i = 0; i < 2; ++i) half.Take<float>(rows * width * c.head_dim);
+    for (int i = 0; i < 2 && ratio == 4; ++i) half.Take<float>(rows * width * c.index_head_dim);
+    if (entries > 0) half.Take<float>(rows * c.index_n_heads);
+    half.Lend(linear(hidden));
+    half.Lend(compressor(c.head_dim));
+  }
+  if (ratio == 4) half.Lend(compressor(c.index_head_dim));
+  const int64_t selected = std::min<int64_t>(c.index_topk, entries);
+  if (entries > 0) {
+    half.Take<int32_t>(rows * selected);
+    half.Lend(kernels::IndexerScratchBytes({.rows = rows,
+                                            .sequences = s.sequences,
+                                            .max_keys = entries,
+                                            .topk = selected,
+                                            .dim = c.index_head_dim},
+                                           s.threads));
+  }
+  half.Lend(kernels::AttentionScratchBytes({.rows = rows,
+                                            .sequences = s.sequences,
+                                            .max_tokens = s.max_tokens,
+                                            .window = c.sliding_window,
+                                            .ratio = ratio,
+                                            .max_selected = selected,
+                                            .head_dim = c.head_dim,
+                                            .stores_f32 = !reference},
+                                           s.threads));
+  const int64_t latent = int64_t{c.o_groups} * c.o_lora_rank;
+  half.Take<float>(rows * latent);
+  half.Lend(linear(heads / c.o_groups));
+  half.Lend(linear(latent, reference));
+  half.Lend(kernels::HyperConnectionScratchBytes(rows, hidden, s.threads));
+  return half.peak_bytes();
+}
+
+// As forward_ffn.cc.
+int64_t FfnHalfBytes(const ModelConfig& c, const StepSize& s) {
+  const int64_t k = c.num_experts_per_tok;
+  ScratchCount half;
+  half.Take<float>(s.rows * c.n_routed_experts);
+  half.Take<float>(s.rows * k);
+  half.Take<int32_t>(s.rows * k);
+  half.Lend(kernels::LinearScratchBytes(s.rows, c.hidden_size, false, s.threads));
+  half.Lend(
+      kernels::ExpertsScratchBytes({.tokens = s.rows,
+                                    .k = k,
+                                    .num_experts = c.n_routed_experts,
+                                    .hidden = c.hidden_size,
+                                    .intermediate = c.moe_intermediate_size,
+                                    .has_shared = true,
+                                    .quantises = s.arithmetic == kernels::Arithmetic::kReference},
+                                   s.threads));
+  return half.peak_bytes();
+}
+
+}  // namespace
+
+int64_t StepScratchBytes(const ModelConfig& c, const StepSize& given) {
+  StepSize s = given;
+  s.sequences = std::min(s.sequences, s.rows);
+  const int64_t hidden = c.hidden_size;
+  const int64_t streams = 4 * hidden;
+  ScratchCount pass;
+  pass.Take<float>(s.rows * streams);
+  pass.Take<float>(s.rows * hidden);
+  pass.Take<float>(s.rows * hidden);
+  pass.Take<float>(s.rows * 4);
+  pass.Take<float>(s.rows * 16);
+  pass.Lend(kernels::HyperConnectionScratchBytes(s.rows, hidden, s.threads));
+  for (const int ratio : {0, 4, 128}) {
+    for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
+      if (c.ratio(layer) != ratio) continue;
+      pass.Lend(AttentionHalfBytes(c, s, ratio));
+      break;
+    }
+  }
+  pass.Lend(FfnHalfBytes(c, s));
+  pass.Take<float>(s.logit_rows * streams);
+  pass.Take<float>(s.logit_rows * hidden);
+  pass.Lend(kernels::HyperConnectionScratchBytes(s.logit_rows, hidden, s.threads));
+  pass.Lend(kernels::LinearScratchBytes(s.logit_rows, hidden, false, s.threads));
+  return pass.peak_bytes();
+}
+
+int64_t DeviceScratchBound(const ModelConfig& c, const StepSize& step) {
   const int64_t hidden = c.hidden_size;
   const int64_t head_dim = c.head_dim;
   const int64_t heads = int64_t{c.num_attention_heads} * head_dim;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "kernels/core/arithmetic.h"
 #include "kernels/core/weight.h"
 #include "services/model/model_config.h"
 
@@ -26,14 +27,21 @@ absl::StatusOr<kernels::WeightFormat> StoredExpertFormat(const std::string& chec
 // The largest step that an engine runs.
 struct StepSize {
   int64_t rows = 0;        // Tokens of all sequences.
-  int64_t sequences = 0;   // Of which so many end in logits.
+  int64_t sequences = 0;   // That they belong to.
+  int64_t logit_rows = 0;  // Of them, whose logits are wanted.
   int64_t max_tokens = 0;  // Of one sequence, with its cache.
   int threads = 1;
+  kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
 };
 
-// Bytes that the scratch memory of such steps grows to, and the logits: an upper bound. It is
-// derived from what the CPU's operations take and held against them in a test; a GPU's take less
-// per row, as they pack no rows.
-int64_t StepBytes(const ModelConfig& config, const StepSize& step);
+// Scratch memory that such a step takes on the CPU: the sum of what its operations count, in the
+// order of the forward pass, and so what a workspace reserves. No step of at most that size takes
+// more; the largest takes this much but for what depends on how rows are cut into sequences and on
+// the experts that tokens choose, which is assumed to fall as badly as it can.
+int64_t StepScratchBytes(const ModelConfig& config, const StepSize& step);
+
+// An upper bound of the same on a GPU, whose operations keep no such count: what the CPU's take
+// with their rows packed, eight times, since blocks that were too small stay unused.
+int64_t DeviceScratchBound(const ModelConfig& config, const StepSize& step);
 
 }  // namespace isthmus::model

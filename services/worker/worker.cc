@@ -86,6 +86,7 @@ absl::Status Worker::TakeModel(WorkerParts& parts) {
   // Before the weights are read: what cannot fit is known at once.
   ISTHMUS_ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(config_));
   ISTHMUS_ASSIGN_OR_RETURN(plan_, PlanWorker(config_, shape));
+  workspace_.Reserve(shape.scratch_bytes);
   if (config_.model_kind == "scripted") {
     const model::ScriptedOptions options = ScriptedOptionsOf(config_);
     ISTHMUS_ASSIGN_OR_RETURN(forward_, model::ScriptedForward::Create(options, clock_));

@@ -44,11 +44,19 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   int64_t longest = shape.max_positions;
   if (config.max_sequence_tokens > 0) longest = std::min(longest, config.max_sequence_tokens);
   if (config.memory == "0") longest = std::min(longest, config.cache_tokens);
-  shape.step_bytes =
-      model::StepBytes(model, {.rows = config.max_batch_tokens + config.max_sequences,
-                               .sequences = config.max_sequences,
-                               .max_tokens = longest,
-                               .threads = NumThreads(config)});
+  if (device >= 0) {
+    shape.step_bytes =
+        model::DeviceScratchBound(model, {.rows = config.max_batch_tokens + config.max_sequences,
+                                          .sequences = config.max_sequences,
+                                          .max_tokens = longest,
+                                          .threads = NumThreads(config)});
+    return shape;
+  }
+  const engine::StepMemory step =
+      engine::PlanStepMemory(model, config.max_batch_tokens, config.max_sequences, longest,
+                             NumThreads(config), arithmetic);
+  shape.step_bytes = step.bytes();
+  shape.scratch_bytes = step.scratch_bytes;
   return shape;
 }
 
