@@ -48,6 +48,7 @@ absl::Status CheckNeeds(const MemoryNeeds& n) {
   ISTHMUS_RETURN_IF_ERROR(at_least("step_bytes", n.step_bytes, 0));
   ISTHMUS_RETURN_IF_ERROR(at_least("max_sequences", n.max_sequences, 1));
   ISTHMUS_RETURN_IF_ERROR(at_least("prefix_cache.snapshots", n.snapshots, 0));
+  ISTHMUS_RETURN_IF_ERROR(at_least("prefix_cache.host_bytes", n.host_store_bytes, 0));
   ISTHMUS_RETURN_IF_ERROR(at_least("chunk_tokens", n.chunk_tokens, 1));
   ISTHMUS_RETURN_IF_ERROR(at_least("max_positions", n.max_positions, 1));
   ISTHMUS_RETURN_IF_ERROR(at_least("max_sequence_tokens", n.max_sequence_tokens, 0));
@@ -72,6 +73,11 @@ int64_t PageBytes(const KvLayout& layout) {
   return bytes;
 }
 
+// Of the memory that pages lie in.
+int64_t HostStoreBytes(const MemoryNeeds& needs) {
+  return needs.pages_are_on_device ? 0 : needs.host_store_bytes;
+}
+
 // All but the pages.
 absl::StatusOr<int64_t> FixedBytes(const KvLayout& layout, const MemoryNeeds& needs) {
   ISTHMUS_ASSIGN_OR_RETURN(const int64_t slots,
@@ -81,6 +87,7 @@ absl::StatusOr<int64_t> FixedBytes(const KvLayout& layout, const MemoryNeeds& ne
       Multiply("prefix_cache.snapshots", needs.snapshots, SnapshotBytes(layout)));
   ISTHMUS_ASSIGN_OR_RETURN(int64_t bytes, Add("slots and snapshots", slots, snapshots));
   ISTHMUS_ASSIGN_OR_RETURN(bytes, Add("slots and weights", bytes, needs.weight_bytes));
+  ISTHMUS_ASSIGN_OR_RETURN(bytes, Add("slots and host store", bytes, HostStoreBytes(needs)));
   return Add("slots, weights and steps", bytes, needs.step_bytes);
 }
 
@@ -116,10 +123,14 @@ absl::Status CheckRoom(const KvLayout& layout, const MemoryNeeds& needs, int64_t
   return absl::InvalidArgumentError(absl::StrCat(
       "memory: is ", FormatByteSize(needs.memory_bytes), "; weights take ",
       FormatByteSize(needs.weight_bytes), ", steps ", FormatByteSize(needs.step_bytes), ", ",
+      HostStoreBytes(needs) > 0
+          ? absl::StrCat("evicted prefixes ", FormatByteSize(HostStoreBytes(needs)), ", ")
+          : "",
       needs.max_sequences, " state slots of ", layout.state_slot_bytes, " bytes and ",
       needs.snapshots, " snapshots of ", SnapshotBytes(layout), " bytes the rest of ",
       FormatByteSize(fixed), ", so ", pool, ": raise memory to ", FormatByteSize(least), " (",
-      least, " bytes), or lower max_sequences or prefix_cache.snapshots, or ", advice));
+      least, " bytes), or lower max_sequences, prefix_cache.snapshots or prefix_cache.host_bytes, or ",
+      advice));
 }
 
 absl::Status AddPool(PlannedPool pool, MemoryPlan* plan) {
@@ -186,6 +197,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds&
   plan.weight_bytes = needs.weight_bytes;
   plan.step_bytes = needs.step_bytes;
   plan.memory_bytes = needs.memory_bytes;
+  plan.host_store_bytes = needs.host_store_bytes;
   plan.cache_tokens = pages * page_tokens;
   plan.max_sequence_tokens = std::min(longest, plan.cache_tokens);
   for (int k = 0; k < kNumPagedKinds; ++k) {
@@ -201,10 +213,12 @@ absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds&
                                    .entry_bytes = layout.state_slot_bytes},
                                   &plan));
   ISTHMUS_RETURN_IF_ERROR(AddPool(
-      {.name = "prefix_snapshot", .entries = needs.snapshots, .entry_bytes = SnapshotBytes(layout)},
+      {.name = "snapshot", .entries = needs.snapshots, .entry_bytes = SnapshotBytes(layout)},
       &plan));
   ISTHMUS_ASSIGN_OR_RETURN(plan.total_bytes,
                            Add("weights and steps", plan.weight_bytes, plan.step_bytes));
+  ISTHMUS_ASSIGN_OR_RETURN(plan.total_bytes,
+                           Add("the host store", plan.total_bytes, HostStoreBytes(needs)));
   ISTHMUS_ASSIGN_OR_RETURN(plan.total_bytes, Add("everything", plan.total_bytes, plan.pool_bytes));
   return plan;
 }
@@ -227,6 +241,7 @@ std::string MemoryPlanJson(const MemoryPlan& plan) {
                                        {"weight_bytes", plan.weight_bytes},
                                        {"step_bytes", plan.step_bytes},
                                        {"pool_bytes", plan.pool_bytes},
+                                       {"host_store_bytes", plan.host_store_bytes},
                                        {"total_bytes", plan.total_bytes},
                                        {"memory_bytes", plan.memory_bytes}};
   return json.dump(2) + "\n";

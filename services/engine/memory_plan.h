@@ -40,6 +40,9 @@ struct MemoryNeeds {
   int64_t step_bytes = 0;  // Of the largest step (StepMemory).
   int64_t max_sequences = 1;
   int64_t snapshots = 0;  // Of prefixes.
+  // Host memory for evicted prefixes. Where pages lie on a device it is planned beside the rest.
+  int64_t host_store_bytes = 0;
+  bool pages_are_on_device = false;
   int64_t chunk_tokens = 1;
   int64_t max_positions = 1;        // The model's.
   int64_t max_sequence_tokens = 0;  // 0: as many as the cache and the model have room for.
@@ -69,8 +72,9 @@ struct MemoryPlan {
   int64_t max_sequence_tokens = 0;  // Of one sequence, prompt and output.
   int64_t weight_bytes = 0;
   int64_t step_bytes = 0;
-  int64_t pool_bytes = 0;  // Of all pools.
-  int64_t total_bytes = 0;
+  int64_t pool_bytes = 0;        // Of all pools.
+  int64_t host_store_bytes = 0;  // At most: it fills as prefixes are evicted.
+  int64_t total_bytes = 0;       // Of the memory that pages lie in.
   int64_t memory_bytes = 0;  // As given.
 
   // Of all paged pools together.

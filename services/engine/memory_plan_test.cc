@@ -94,8 +94,34 @@ TEST(MemoryPlanTest, SnapshotsKeepNoRowsOfRatio128) {
   MemoryNeeds needs = Needs(65536);
   needs.snapshots = 10;
   const auto plan = *PlanMemory(FlashLayout(), needs);
-  EXPECT_EQ(PoolOf(plan, "prefix_snapshot").entry_bytes, kWindowBytes + kCsaStateBytes);
-  EXPECT_EQ(PoolOf(plan, "prefix_snapshot").bytes, 10 * (kWindowBytes + kCsaStateBytes));
+  EXPECT_EQ(PoolOf(plan, "snapshot").entry_bytes, kWindowBytes + kCsaStateBytes);
+  EXPECT_EQ(PoolOf(plan, "snapshot").bytes, 10 * (kWindowBytes + kCsaStateBytes));
+}
+
+TEST(MemoryPlanTest, EvictedPrefixesTakeRoomFromPagesInTheSameMemoryAlone) {
+  MemoryNeeds needs = Needs(0);
+  needs.memory_bytes = int64_t{8} << 30;
+  const auto without = *PlanMemory(FlashLayout(), needs);
+  needs.host_store_bytes = int64_t{2} << 30;
+  const auto beside = *PlanMemory(FlashLayout(), needs);
+  const double page = beside.bytes_per_token() * 256;
+  EXPECT_EQ(beside.host_store_bytes, int64_t{2} << 30);
+  EXPECT_NEAR(static_cast<double>(without.pool_bytes - beside.pool_bytes), double{2u << 30}, page);
+  EXPECT_LE(beside.total_bytes, needs.memory_bytes);
+  EXPECT_GT(static_cast<double>(beside.total_bytes) + page,
+            static_cast<double>(needs.memory_bytes));
+  needs.pages_are_on_device = true;
+  const auto on_device = *PlanMemory(FlashLayout(), needs);
+  EXPECT_EQ(on_device.pool_bytes, without.pool_bytes);
+  EXPECT_EQ(on_device.total_bytes, without.total_bytes);
+  EXPECT_EQ(on_device.host_store_bytes, int64_t{2} << 30);
+
+  needs.pages_are_on_device = false;
+  needs.host_store_bytes = int64_t{9} << 30;
+  ExpectRefused(FlashLayout(), needs,
+                {"evicted prefixes 9.00 GiB", "prefix_cache.host_bytes", "raise memory to"});
+  needs.host_store_bytes = -1;
+  ExpectRefused(FlashLayout(), needs, {"prefix_cache.host_bytes: is -1"});
 }
 
 TEST(MemoryPlanTest, AMillionTokensFitBesideHalfTheWeightsOn96GiB) {

@@ -178,7 +178,7 @@ struct WorkerConfig {
           "several turns.");
     visit("prefix_cache.host_bytes", prefix_host_bytes, Range<int64_t>{0, int64_t{1} << 44},
           "Bytes of host memory for prefixes that pages had no room for, so that idle "
-          "conversations are not computed again. 0: none.");
+          "conversations are not computed again. On the CPU they are part of memory. 0: none.");
     visit("prefix_cache.host_step_bytes", prefix_host_step_bytes,
           Range<int64_t>{0, int64_t{1} << 40},
           "Bytes that making room, or beginning a sequence, may copy to or from that memory while "

@@ -44,7 +44,8 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   int64_t longest = shape.max_positions;
   if (config.max_sequence_tokens > 0) longest = std::min(longest, config.max_sequence_tokens);
   if (config.memory == "0") longest = std::min(longest, config.cache_tokens);
-  if (device >= 0) {
+  shape.is_on_device = device >= 0;
+  if (shape.is_on_device) {
     shape.step_bytes =
         model::DeviceScratchBound(model, {.rows = config.max_batch_tokens + config.max_sequences,
                                           .sequences = config.max_sequences,
@@ -109,6 +110,8 @@ absl::StatusOr<engine::MemoryPlan> PlanWorker(const WorkerConfig& config, const 
   needs.step_bytes = shape.step_bytes;
   needs.max_sequences = config.max_sequences;
   needs.snapshots = config.prefix_snapshots;
+  if (needs.snapshots > 0) needs.host_store_bytes = config.prefix_host_bytes;
+  needs.pages_are_on_device = shape.is_on_device;
   needs.chunk_tokens = config.chunk_tokens;
   needs.max_positions = shape.max_positions;
   needs.max_sequence_tokens = config.max_sequence_tokens;

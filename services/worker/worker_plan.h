@@ -14,6 +14,7 @@ namespace isthmus::worker {
 struct ModelShape {
   kernels::KvLayout layout = {};
   int64_t max_positions = 0;
+  bool is_on_device = false;
   int64_t weight_bytes = 0;  // In the memory that is planned: 0 where they stay in their files.
   int64_t step_bytes = 0;
   int64_t scratch_bytes = 0;  // Of them, what the workspace reserves; 0: it grows as steps need it.

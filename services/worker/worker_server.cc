@@ -77,6 +77,7 @@ void LogPlan(const engine::MemoryPlan& plan) {
                           {"weight_bytes", plan.weight_bytes},
                           {"step_bytes", plan.step_bytes},
                           {"pool_bytes", plan.pool_bytes},
+                          {"host_store_bytes", plan.host_store_bytes},
                           {"total_bytes", plan.total_bytes}});
 }
 
