@@ -53,54 +53,17 @@ absl::Status CheckNumbers(const v1::SamplingParams& sampling) {
   return CheckRange("top_prompt_logprobs", sampling.top_prompt_logprobs(), 0, kMaxTopLogprobs);
 }
 
-absl::Status CheckId(absl::string_view field, uint32_t id, uint32_t vocab_size) {
-  if (id < vocab_size) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("sampling.", field, ": has token ", id, ", want below ", vocab_size));
-}
-
-absl::Status CheckIds(absl::string_view field,
-                      const google::protobuf::RepeatedField<uint32_t>& given, int64_t most,
-                      uint32_t vocab_size) {
-  if (given.size() > most) return TooMany(field, given.size(), most);
-  std::vector<uint32_t> ids(given.begin(), given.end());
-  for (const uint32_t id : ids) ISTHMUS_RETURN_IF_ERROR(CheckId(field, id, vocab_size));
-  std::ranges::sort(ids);
-  const auto twice = std::ranges::adjacent_find(ids);
-  if (twice == ids.end()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("sampling.", field, ": has token ", *twice, " twice"));
-}
-
 absl::Status CheckTokens(const v1::SamplingParams& sampling, const v1::ClusterValues& values) {
-  const uint32_t vocab_size = values.vocab_size();
-  const auto num_biases = static_cast<int>(sampling.logit_bias().size());
-  if (num_biases > kMaxLogitBiases) return TooMany("logit_bias", num_biases, kMaxLogitBiases);
+  TokenLists lists;
   for (const auto& [id, bias] : sampling.logit_bias()) {
-    ISTHMUS_RETURN_IF_ERROR(CheckId("logit_bias", id, vocab_size));
+    lists.biased.push_back(id);
     ISTHMUS_RETURN_IF_ERROR(CheckRange(absl::StrCat("logit_bias[", id, "]"), bias, -100, 100));
   }
-  ISTHMUS_RETURN_IF_ERROR(
-      CheckIds("banned_token_ids", sampling.banned_token_ids(), kMaxBannedTokens, vocab_size));
-  ISTHMUS_RETURN_IF_ERROR(
-      CheckIds("stop_token_ids", sampling.stop_token_ids(), kMaxStopTokens, vocab_size));
-  for (const uint32_t id : sampling.banned_token_ids()) {
-    if (sampling.logit_bias().count(id) == 0) continue;
-    return absl::InvalidArgumentError(absl::StrCat("sampling.banned_token_ids: has token ", id,
-                                                   ", which logit_bias has as well"));
-  }
-  // Before min_output_tokens what ends a reply is not drawn either.
-  std::vector<uint32_t> never(sampling.banned_token_ids().begin(),
-                              sampling.banned_token_ids().end());
-  if (sampling.min_output_tokens() > 1) {
-    never.insert(never.end(), sampling.stop_token_ids().begin(), sampling.stop_token_ids().end());
-    if (!sampling.ignores_end_token()) never.push_back(values.end_token_id());
-  }
-  std::ranges::sort(never);
-  never.erase(std::unique(never.begin(), never.end()), never.end());
-  if (never.size() < vocab_size) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "sampling.banned_token_ids: leaves no token of the ", vocab_size, " of the vocabulary"));
+  lists.banned.assign(sampling.banned_token_ids().begin(), sampling.banned_token_ids().end());
+  lists.stops.assign(sampling.stop_token_ids().begin(), sampling.stop_token_ids().end());
+  lists.may_not_end_at_once = sampling.min_output_tokens() > 1;
+  if (!sampling.ignores_end_token()) lists.end_token_id = values.end_token_id();
+  return CheckTokenLists("sampling.", lists, values.vocab_size());
 }
 
 absl::Status CheckStopStrings(const v1::SamplingParams& sampling) {

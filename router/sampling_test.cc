@@ -156,13 +156,13 @@ TEST(CompleteSamplingTest, RefusesListsOfTokens) {
        "sampling.logit_bias[3]: is nan, want -100 to 100"},
       {[](Params& p) { (*p.mutable_logit_bias())[3] = 100.5; }, "sampling.logit_bias[3]: is 100.5"},
       {[](Params& p) { (*p.mutable_logit_bias())[2000] = 1; },
-       "sampling.logit_bias: has token 2000, want below 2000"},
+       "sampling.logit_bias: has token 2000, want 0 to 1999"},
       {[](Params& p) {
          for (uint32_t i = 0; i < 1025; ++i) (*p.mutable_logit_bias())[i] = 1;
        },
        "sampling.logit_bias: has 1025 entries, want at most 1024"},
       {[](Params& p) { p.add_banned_token_ids(4294967295u); },
-       "sampling.banned_token_ids: has token 4294967295, want below 2000"},
+       "sampling.banned_token_ids: has token 4294967295, want 0 to 1999"},
       {[](Params& p) {
          p.add_banned_token_ids(7);
          p.add_banned_token_ids(7);
@@ -178,7 +178,7 @@ TEST(CompleteSamplingTest, RefusesListsOfTokens) {
        },
        "sampling.banned_token_ids: has token 7, which logit_bias has as well"},
       {[](Params& p) { p.add_stop_token_ids(2000); },
-       "sampling.stop_token_ids: has token 2000, want below 2000"},
+       "sampling.stop_token_ids: has token 2000, want 0 to 1999"},
       {[](Params& p) {
          p.add_stop_token_ids(3);
          p.add_stop_token_ids(3);

@@ -129,7 +129,8 @@ absl::Status CheckRoom(const KvLayout& layout, const MemoryNeeds& needs, int64_t
       needs.max_sequences, " state slots of ", layout.state_slot_bytes, " bytes and ",
       needs.snapshots, " snapshots of ", SnapshotBytes(layout), " bytes the rest of ",
       FormatByteSize(fixed), ", so ", pool, ": raise memory to ", FormatByteSize(least), " (",
-      least, " bytes), or lower max_sequences, prefix_cache.snapshots or prefix_cache.host_bytes, or ",
+      least,
+      " bytes), or lower max_sequences, prefix_cache.snapshots or prefix_cache.host_bytes, or ",
       advice));
 }
 

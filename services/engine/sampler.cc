@@ -28,53 +28,18 @@ absl::Status CheckRange(absl::string_view field, double value, double least, dou
   return Refuse(field, value, absl::StrCat(least, " to ", most));
 }
 
-absl::Status CheckIds(absl::string_view field, std::vector<int32_t> ids, int64_t most,
-                      int64_t vocab_size) {
-  if (static_cast<int64_t>(ids.size()) > most) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(field, ": has ", ids.size(), " entries, want at most ", most));
-  }
-  for (const int32_t id : ids) {
-    if (id >= 0 && id < vocab_size) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(field, ": has token ", id, ", the vocabulary has ", vocab_size));
-  }
-  std::ranges::sort(ids);
-  const auto twice = std::ranges::adjacent_find(ids);
-  if (twice == ids.end()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(field, ": has token ", *twice, " twice"));
-}
-
 absl::Status CheckLists(const SamplingParams& sampling, const SamplerModel& model) {
-  std::vector<int32_t> biased;
-  biased.reserve(sampling.logit_bias.size());
-  for (const kernels::LogitBias& bias : sampling.logit_bias) biased.push_back(bias.id);
-  ISTHMUS_RETURN_IF_ERROR(CheckIds("logit_bias", biased, kMaxLogitBiases, model.vocab_size));
+  TokenLists lists;
   for (const kernels::LogitBias& bias : sampling.logit_bias) {
+    lists.biased.push_back(bias.id);
     ISTHMUS_RETURN_IF_ERROR(
         CheckRange(absl::StrCat("logit_bias[", bias.id, "]"), bias.bias, -100.0, 100.0));
   }
-  ISTHMUS_RETURN_IF_ERROR(
-      CheckIds("banned_token_ids", sampling.banned_token_ids, kMaxBannedTokens, model.vocab_size));
-  ISTHMUS_RETURN_IF_ERROR(
-      CheckIds("stop_token_ids", sampling.stop_token_ids, kMaxStopTokens, model.vocab_size));
-  for (const int32_t id : sampling.banned_token_ids) {
-    if (std::ranges::find(biased, id) == biased.end()) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("banned_token_ids: has token ", id, ", which logit_bias has as well"));
-  }
-  // What min_tokens keeps from being drawn counts as well, for it may be all that is left.
-  std::vector<int32_t> never = sampling.banned_token_ids;
-  if (sampling.min_tokens > 1) {
-    never.insert(never.end(), sampling.stop_token_ids.begin(), sampling.stop_token_ids.end());
-    if (!sampling.ignores_end_token) never.push_back(model.end_token_id);
-  }
-  std::ranges::sort(never);
-  const auto rest = std::ranges::unique(never);
-  const int64_t num_never = rest.begin() - never.begin();
-  if (num_never < model.vocab_size) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("banned_token_ids: leaves no token of the ",
-                                                 model.vocab_size, " of the vocabulary"));
+  lists.banned.assign(sampling.banned_token_ids.begin(), sampling.banned_token_ids.end());
+  lists.stops.assign(sampling.stop_token_ids.begin(), sampling.stop_token_ids.end());
+  lists.may_not_end_at_once = sampling.min_tokens > 1;
+  if (!sampling.ignores_end_token) lists.end_token_id = model.end_token_id;
+  return CheckTokenLists("", lists, model.vocab_size);
 }
 
 bool HasEdits(const SamplingParams& sampling) {

@@ -396,7 +396,11 @@ absl::StatusOr<std::unique_ptr<Weights>> Weights::Load(const std::string& checkp
                                                        const WeightOptions& options,
                                                        ThreadPool* threads) {
   std::unique_ptr<Weights> weights(new Weights());
-  ISTHMUS_ASSIGN_OR_RETURN(weights->config_, LoadModelConfig(checkpoint_dir));
+  if (options.config != nullptr) {
+    weights->config_ = *options.config;
+  } else {
+    ISTHMUS_ASSIGN_OR_RETURN(weights->config_, LoadModelConfig(checkpoint_dir));
+  }
   if (options.index_topk) {
     const int64_t topk = *options.index_topk;
     weights->config_.index_topk = static_cast<int>(std::clamp<int64_t>(topk, 0, 1 << 30));

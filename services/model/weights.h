@@ -46,6 +46,8 @@ struct WeightOptions {
   int64_t packed_limit_bytes = int64_t{8} << 30;
   // Replaces index_topk of config.json; part of the fingerprint, so all workers need the same one.
   std::optional<int64_t> index_topk;
+  // What config.json says, of whoever has read it already; else it is read. It must outlive Load.
+  const ModelConfig* config = nullptr;
 };
 
 struct HyperConnectionWeights {

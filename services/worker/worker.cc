@@ -93,16 +93,17 @@ absl::Status Worker::TakeModel(WorkerParts& parts) {
     values->set_checkpoint_fingerprint(model::ScriptedFingerprint(options));
     return BuildEngine(options.end_token_id);
   }
-  ISTHMUS_RETURN_IF_ERROR(LoadCheckpoint());
+  ISTHMUS_RETURN_IF_ERROR(LoadCheckpoint(*shape.config));
   values->set_arithmetic(config_.arithmetic);
   values->set_checkpoint_fingerprint(weights_->fingerprint());
   values->set_index_topk(static_cast<uint32_t>(weights_->config().index_topk));
   return BuildEngine(weights_->config().eos_token_id);
 }
 
-absl::Status Worker::LoadCheckpoint() {
+absl::Status Worker::LoadCheckpoint(const model::ModelConfig& model) {
   threads_ = std::make_unique<ThreadPool>(NumThreads(config_));
   model::WeightOptions options;
+  options.config = &model;
   if (config_.index_topk > 0) options.index_topk = config_.index_topk;
   ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int> devices, DevicesOf(config_));
   if (!devices.empty()) options.residency = model::WeightOptions::kMapped;

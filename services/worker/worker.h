@@ -99,7 +99,7 @@ class Worker {
  private:
   Worker(const WorkerConfig& config, Clock& clock) : config_(config), clock_(clock) {}
   absl::Status TakeModel(WorkerParts& parts);
-  absl::Status LoadCheckpoint();
+  absl::Status LoadCheckpoint(const model::ModelConfig& model);
   absl::Status OpenDevice(int device);
   absl::Status OpenRanks(const std::vector<int>& devices);
   // The GPU, or that of rank 0; null on the CPU.

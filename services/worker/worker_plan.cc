@@ -21,6 +21,8 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
     return absl::InvalidArgumentError("checkpoint: no directory is given");
   }
   ISTHMUS_ASSIGN_OR_RETURN(model::ModelConfig model, model::LoadModelConfig(config.checkpoint));
+  ModelShape shape;
+  shape.config = model;
   if (config.index_topk > 0) model.index_topk = config.index_topk;
   ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int> devices, DevicesOf(config));
   const int device = devices.empty() ? -1 : devices[0];
@@ -28,7 +30,6 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
                            model::StoredExpertFormat(config.checkpoint, model));
   const auto arithmetic =
       config.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
-  ModelShape shape;
   ISTHMUS_ASSIGN_OR_RETURN(shape.layout, kernels::KvLayout::Create(model::GeometryOf(
                                              model, arithmetic, config.page_tokens)));
   shape.max_positions = model.max_position_embeddings;

@@ -2,9 +2,12 @@
 // A worker's configuration and its model's shape as a memory plan, before weights are read.
 #pragma once
 
+#include <optional>
+
 #include "absl/status/statusor.h"
 #include "kernels/core/kv_layout.h"
 #include "services/engine/memory_plan.h"
+#include "services/model/model_config.h"
 #include "services/model/scripted_forward.h"
 #include "services/worker/worker_config.h"
 
@@ -15,6 +18,7 @@ struct ModelShape {
   kernels::KvLayout layout = {};
   int64_t max_positions = 0;
   bool is_on_device = false;
+  std::optional<model::ModelConfig> config = std::nullopt;  // Of a checkpoint, as its file says.
   int64_t weight_bytes = 0;  // In the memory that is planned: 0 where they stay in their files.
   int64_t step_bytes = 0;
   int64_t scratch_bytes = 0;  // Of them, what the workspace reserves; 0: it grows as steps need it.
