@@ -169,7 +169,7 @@ __device__ __forceinline__ void FetchTile(const DeviceAttention& args, const Pla
                                           int stage, Shared<Shape>& shared) {
   constexpr int kThreadsPerKey = Shape::kThreads / kTile;
   constexpr int kChunks = kEntryBytes / 16;
-  const int thread = FreshThread();
+  const int thread = ThreadOf<Shape>();
   const int key = thread / kThreadsPerKey;
   const int piece = thread % kThreadsPerKey;
   const Place place = places[key];
@@ -179,8 +179,10 @@ __device__ __forceinline__ void FetchTile(const DeviceAttention& args, const Pla
   const int bytes = has_bytes ? 16 : 0;
   unsigned char* to = shared.tile[stage] + key / 8 * kEightBytes;
   const int step = has_bytes ? 16 : 0;
-#pragma unroll 1  // For the sake of the instruction cache.
-  for (int chunk = piece; chunk < kChunks; chunk += kThreadsPerKey) {
+#pragma unroll
+  for (int first = 0; first < kChunks; first += kThreadsPerKey) {
+    const int chunk = first + piece;
+    if (first + kThreadsPerKey > kChunks && chunk >= kChunks) break;
     CopyAsync16(to + TileOffset(key % 8, chunk),
                 static_cast<const unsigned char*>(data) + step * chunk, bytes);
   }

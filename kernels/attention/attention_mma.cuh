@@ -57,6 +57,7 @@ struct BlockShape {
   static constexpr int kWarps = kSlices * kGroups;
   static constexpr int kThreads = kWarps * kWarpLanes;
   static constexpr int kHeads = 16 * kMTiles * kGroups;
+  static constexpr int kUnrolled = kGroups == 1 && kMTiles > 1 ? 1 : 2;  // Passes over half a tile.
   // Who weighs keys: a warp kOwned heads, kLanes lanes a head, kKeys keys a lane.
   static constexpr int kOwned = kHeads / kWarps;
   static constexpr int kLanes = kWarpLanes / kOwned;
@@ -145,13 +146,24 @@ __device__ __forceinline__ uint4 ReadChunk(const unsigned char* tile, int eight,
   return *reinterpret_cast<const uint4*>(tile + offset + eight * kEightBytes);
 }
 
+// The thread and its lane: where registers are full, read anew each time, which takes as long as a
+// read of shared memory.
+template <typename Shape>
+__device__ __forceinline__ int ThreadOf() {
+  return Shape::kMTiles > 1 ? FreshThread() : static_cast<int>(threadIdx.x & 1023u);
+}
+template <typename Shape>
+__device__ __forceinline__ int LaneOf() {
+  return Shape::kMTiles > 1 ? FreshLane() : static_cast<int>(threadIdx.x % kWarpLanes);
+}
+
 template <typename Shape>
 __device__ __forceinline__ int SliceOf() {
-  return FreshThread() / kWarpLanes % Shape::kSlices;
+  return ThreadOf<Shape>() / kWarpLanes % Shape::kSlices;
 }
 template <typename Shape>
 __device__ __forceinline__ int GroupOf() {
-  return FreshThread() / kWarpLanes / Shape::kSlices;
+  return ThreadOf<Shape>() / kWarpLanes / Shape::kSlices;
 }
 // Whether block b of the slice is the bf16 one.
 template <typename Shape>
@@ -190,7 +202,7 @@ __device__ __forceinline__ int StepChannel(bool is_bf16, int t, int s) {
 template <typename Shape, bool kIsBf16>
 __device__ __forceinline__ void LoadQueriesOf(const DeviceAttention& args, int64_t row,
                                               int first_head, RawQueries<Shape>& raw) {
-  const int lane = FreshLane();
+  const int lane = LaneOf<Shape>();
   const int slice = SliceOf<Shape>();
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
@@ -228,7 +240,7 @@ __device__ __forceinline__ void LoadQueries(const DeviceAttention& args, int64_t
 template <typename Shape>
 __device__ __forceinline__ void ConvertQueries(const RawQueries<Shape>& raw,
                                                Queries<Shape>& queries, Shared<Shape>& shared) {
-  const int lane = FreshLane();
+  const int lane = LaneOf<Shape>();
   const int slice = SliceOf<Shape>();
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
@@ -261,10 +273,9 @@ __device__ __forceinline__ void ConvertQueries(const RawQueries<Shape>& raw,
 
 // c += q k over one fp8 block, for the two key tiles from `n`.
 template <int kMTiles>
-__device__ __forceinline__ void AddFp8Scores(const unsigned char* tile, int block, int n,
+__device__ __forceinline__ void AddFp8Scores(const unsigned char* tile, int lane, int block, int n,
                                              const uint32_t (&q)[4][kMTiles][4],
                                              float (&c)[kMTiles][2][4]) {
-  const int lane = FreshLane();
   const int offset = TileOffset(lane / 4, 4 * block + lane % 4);
   uint4 codes[2];
 #pragma unroll
@@ -284,10 +295,9 @@ __device__ __forceinline__ void AddFp8Scores(const unsigned char* tile, int bloc
 
 // The same for the bf16 block.
 template <int kMTiles>
-__device__ __forceinline__ void AddBf16Scores(const unsigned char* tile, int n,
+__device__ __forceinline__ void AddBf16Scores(const unsigned char* tile, int lane, int n,
                                               const uint32_t (&q)[4][kMTiles][4],
                                               float (&c)[kMTiles][2][4]) {
-  const int lane = FreshLane();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int offset = TileOffset(lane / 4, 28 + 4 * half + lane % 4);
@@ -360,11 +370,11 @@ template <typename Shape>
 __device__ __forceinline__ void ShareScores(const Queries<Shape>& queries, int stage,
                                             Shared<Shape>& shared) {
   constexpr int kMTiles = Shape::kMTiles;
-  const int lane = FreshLane();
+  const int lane = LaneOf<Shape>();
   const int slice = SliceOf<Shape>();
   const unsigned char* tile = shared.tile[stage];
   const uint32_t packed = KeyFactors<Shape>(ExponentsOf<Shape>(shared.scales[stage], lane));
-#pragma unroll 1  // Code that fits the innermost instruction cache runs several times as fast.
+#pragma unroll Shape::kUnrolled
   for (int n = 0; n < kTile / 8; n += 2) {
     uint32_t factors[2][2];
 #pragma unroll
@@ -376,9 +386,9 @@ __device__ __forceinline__ void ShareScores(const Queries<Shape>& queries, int s
 #pragma unroll
     for (int b = 0; b < Shape::kBlocks; ++b) {
       if (IsBf16<Shape>(slice, b)) {
-        AddBf16Scores<kMTiles>(tile, n, queries.q[b], c);
+        AddBf16Scores<kMTiles>(tile, lane, n, queries.q[b], c);
       } else {
-        AddFp8Scores<kMTiles>(tile, Shape::kBlocks * slice + b, n, queries.q[b], c);
+        AddFp8Scores<kMTiles>(tile, lane, Shape::kBlocks * slice + b, n, queries.q[b], c);
       }
       ScaleScores<kMTiles>(factors, b, c);
     }
@@ -440,8 +450,8 @@ template <typename Shape>
 __device__ __forceinline__ void WeighKeys(float factor, uint32_t valid, Shared<Shape>& shared,
                                           OwnedHead& owned) {
   constexpr int kKeys = Shape::kKeys;
-  const int lane = FreshLane();
-  const int warp = FreshThread() / kWarpLanes;
+  const int lane = LaneOf<Shape>();
+  const int warp = ThreadOf<Shape>() / kWarpLanes;
   const int head = Shape::kOwned * warp + lane / Shape::kLanes;
   const int first = lane % Shape::kLanes * kKeys;
   float s[kKeys] = {};

@@ -19,7 +19,7 @@ template <typename Shape>
 __device__ __forceinline__ void RescaleValues(const Exponents<Shape>& exponents, bool has_key,
                                               const Shared<Shape>& shared, Units<Shape>& units,
                                               Sums<Shape>& sums) {
-  const int g = FreshLane() / 4;
+  const int g = LaneOf<Shape>() / 4;
   float of_head[Shape::kMTiles][2];
   float of_block[Shape::kBlocks];
   bool any = false;
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t ValueFactors(const Exponents<Shape>& exponen
 template <typename Shape>
 __device__ __forceinline__ void ReadWeights(const uint16_t (&weight)[Shape::kHeads][kTile], int k16,
                                             uint32_t (&p)[Shape::kMTiles][4]) {
-  const int lane = FreshLane();
+  const int lane = LaneOf<Shape>();
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
     const int head = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + lane % 16;
@@ -87,11 +87,10 @@ __device__ __forceinline__ void ReadWeights(const uint16_t (&weight)[Shape::kHea
 // o += p v over 16 keys and one fp8 block. o[m][j] holds columns 8 n + j of the block. `low` and
 // `high`: the factors of keys 2t, 2t + 1 and 2t + 8, 2t + 9.
 template <int kMTiles>
-__device__ __forceinline__ void AddFp8Values(const unsigned char* tile, int block, int k16,
-                                             uint32_t low, uint32_t high,
+__device__ __forceinline__ void AddFp8Values(const unsigned char* tile, int lane, int block,
+                                             int k16, uint32_t low, uint32_t high,
                                              const uint32_t (&weights)[kMTiles][4],
                                              float (&o)[kMTiles][8][4]) {
-  const int lane = FreshLane();
   const int g = lane / 4;
   uint32_t p[kMTiles][4];
 #pragma unroll
@@ -128,10 +127,9 @@ __device__ __forceinline__ void AddFp8Values(const unsigned char* tile, int bloc
 
 // The same for the bf16 block.
 template <int kMTiles>
-__device__ __forceinline__ void AddBf16Values(const unsigned char* tile, int k16,
+__device__ __forceinline__ void AddBf16Values(const unsigned char* tile, int lane, int k16,
                                               const uint32_t (&p)[kMTiles][4],
                                               float (&o)[kMTiles][8][4]) {
-  const int lane = FreshLane();
   const unsigned char* even = tile + TileOffset(2 * (lane % 4), 28 + lane / 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // Four channels at a time, for want of registers.
@@ -167,13 +165,13 @@ template <typename Shape>
 __device__ __forceinline__ void AddTileValues(int stage, uint32_t valid,
                                               const Shared<Shape>& shared, Units<Shape>& units,
                                               Sums<Shape>& sums) {
-  const int lane = FreshLane();
+  const int lane = LaneOf<Shape>();
   const int slice = SliceOf<Shape>();
   const Exponents<Shape> exponents = ExponentsOf<Shape>(shared.scales[stage], lane);
   const bool has_key = (valid >> lane & 1u) != 0;
   RescaleValues<Shape>(exponents, has_key, shared, units, sums);
   const uint32_t packed = ValueFactors<Shape>(exponents, has_key, units);
-#pragma unroll 1  // As in ShareScores.
+#pragma unroll Shape::kUnrolled
   for (int k16 = 0; k16 < kTile / 16; ++k16) {
     uint32_t of_key[4];
 #pragma unroll
@@ -185,11 +183,11 @@ __device__ __forceinline__ void AddTileValues(int stage, uint32_t valid,
       uint32_t p[Shape::kMTiles][4];
       if (IsBf16<Shape>(slice, b)) {
         ReadWeights<Shape>(shared.weight_bf16, k16, p);
-        AddBf16Values<Shape::kMTiles>(shared.tile[stage], k16, p, sums.o[b]);
+        AddBf16Values<Shape::kMTiles>(shared.tile[stage], lane, k16, p, sums.o[b]);
       } else {
         ReadWeights<Shape>(shared.weight_f16, k16, p);
         const unsigned selector = b == 0 ? 0x5410 : 0x7632;
-        AddFp8Values<Shape::kMTiles>(shared.tile[stage], Shape::kBlocks * slice + b, k16,
+        AddFp8Values<Shape::kMTiles>(shared.tile[stage], lane, Shape::kBlocks * slice + b, k16,
                                      __byte_perm(of_key[0], of_key[1], selector),
                                      __byte_perm(of_key[2], of_key[3], selector), p, sums.o[b]);
       }
