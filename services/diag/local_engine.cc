@@ -36,6 +36,7 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
   ISTHMUS_ASSIGN_OR_RETURN(local->patches_,
                            PatchSet::Resolve(kernels::AllPatches(), options.patches));
   local->exec_.patches = &local->patches_;
+  local->exec_.batch_invariant = options.batch_invariant;
   ISTHMUS_ASSIGN_OR_RETURN(
       local->forward_, model::ModelForward::Create(views, options.arithmetic, options.page_tokens));
   ISTHMUS_ASSIGN_OR_RETURN(local->pool_,

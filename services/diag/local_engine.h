@@ -33,6 +33,7 @@ struct LocalEngineOptions {
   int64_t scratch_bytes = 0;            // Of steps on the CPU, reserved; they grow beyond it.
   int threads = 0;                      // 0: one per processor, at most 64.
   std::string device = "cpu";           // Or cuda:<number>.
+  bool batch_invariant = false;         // A GPU's bits do not depend on what runs together.
   std::map<std::string, bool> patches;  // Switched on or off.
 };
 

@@ -8,19 +8,21 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <iostream>
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "services/base/status_macros.h"
 #include "services/engine/engine.h"
 #include "services/engine/preemption.h"
 #include "services/engine/prefix_reuse.h"
 #include "services/engine/sequence_image.h"
+#include "services/kv/page_copy.h"
 #include "services/kv/sequence_cache.h"
 #include "tests/fidelity/models.h"
 
@@ -56,15 +58,19 @@ struct Worker {
   engine::Engine engine;
 };
 
-class EngineInvarianceTest : public testing::TestWithParam<Arithmetic> {
+class EngineInvarianceTest : public testing::TestWithParam<std::tuple<Arithmetic, std::string>> {
  protected:
   void SetUp() override {
+    const std::string& device = std::get<1>(GetParam());
+    ISTHMUS_REQUIRE_PLACE(device);
     const uint64_t seed = Seed();
     std::cout << "seed " << seed << "\n";
     random_.seed(seed);
     auto local = OpenEngine({.checkpoint = BundledPath("tiny-random-3layer/nvfp4-cast"),
-                             .arithmetic = GetParam(),
-                             .threads = 2});
+                             .arithmetic = std::get<0>(GetParam()),
+                             .threads = 2,
+                             .device = device,
+                             .batch_invariant = true});
     ASSERT_TRUE(local.ok()) << local.status();
     local_ = *std::move(local);
   }
@@ -151,14 +157,14 @@ class EngineInvarianceTest : public testing::TestWithParam<Arithmetic> {
       const auto first = static_cast<size_t>(held / layout.geometry.page_tokens);
       const auto count = static_cast<size_t>(layout.PagesFor(kind, from.cache.num_tokens()));
       for (size_t page = first; page < count; ++page) {
-        std::memcpy(target.pool->pages(kind).address(to.cache.pages(kind)[page]),
-                    source.pool->pages(kind).address(from.cache.pages(kind)[page]),
-                    static_cast<size_t>(source.pool->pages(kind).page_bytes()));
+        ISTHMUS_RETURN_IF_ERROR(kv::CopyBytes(
+            source.pool->pages(kind), from.cache.pages(kind)[page], target.pool->pages(kind),
+            to.cache.pages(kind)[page], source.pool->pages(kind).page_bytes()));
       }
     }
-    std::memcpy(target.pool->slots().address(to.cache.slot()),
-                source.pool->slots().address(from.cache.slot()),
-                static_cast<size_t>(source.pool->slots().page_bytes()));
+    ISTHMUS_RETURN_IF_ERROR(kv::CopyBytes(source.pool->slots(), from.cache.slot(),
+                                          target.pool->slots(), to.cache.slot(),
+                                          source.pool->slots().page_bytes()));
     to.tokens = from.tokens;
     ISTHMUS_RETURN_IF_ERROR(to.cache.SetNumTokens(from.cache.num_tokens()));
     engine::PublishPrefix(*target.pool, to);
@@ -280,9 +286,13 @@ TEST_P(EngineInvarianceTest, ASequenceDependsOnItsTokensAlone) {
 }
 
 INSTANTIATE_TEST_SUITE_P(BothArithmetics, EngineInvarianceTest,
-                         testing::Values(Arithmetic::kMath, Arithmetic::kReference),
+                         testing::Combine(testing::Values(Arithmetic::kMath,
+                                                          Arithmetic::kReference),
+                                          testing::Values("cpu", "cuda:0")),
                          [](const auto& choice) {
-                           return choice.param == Arithmetic::kMath ? "math" : "reference";
+                           const bool is_math = std::get<0>(choice.param) == Arithmetic::kMath;
+                           return absl::StrCat(is_math ? "math" : "reference",
+                                               std::get<1>(choice.param) == "cpu" ? "" : "OnAGpu");
                          });
 
 }  // namespace

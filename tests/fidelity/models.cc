@@ -19,6 +19,7 @@ absl::StatusOr<std::unique_ptr<diag::LocalEngine>> OpenEngine(const EngineChoice
   options.arithmetic = choice.arithmetic;
   options.threads = choice.threads;
   options.device = choice.device;
+  options.batch_invariant = choice.batch_invariant;
   options.patches = choice.patches;
   options.max_tokens = 16384;
   if (choice.index_topk > 0) options.index_topk = choice.index_topk;

@@ -12,6 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/core/arithmetic.h"
+#include "kernels/testing/device.h"
 #include "services/diag/dump.h"
 #include "services/diag/local_engine.h"
 #include "tests/fidelity/tensor_set.h"
@@ -27,6 +28,7 @@ struct EngineChoice {
   int threads = 1;
   int64_t index_topk = 0;  // 0: as the checkpoint says.
   std::string device = "cpu";
+  bool batch_invariant = false;
   std::map<std::string, bool> patches = {};
 };
 
@@ -48,6 +50,15 @@ absl::StatusOr<diag::Dump> DumpOf(const EngineChoice& engine, const std::vector<
 std::vector<int32_t> SeededIds(uint64_t seed, int64_t size, int64_t vocabulary);
 
 }  // namespace isthmus::fidelity
+
+// Of a test that runs on the CPU and on a GPU: a skip that is counted where the GPU is not there,
+// or is the emulator, which would take an hour.
+#define ISTHMUS_REQUIRE_PLACE(device)                                                \
+  if ((device) != std::string("cpu")) {                                              \
+    ISTHMUS_REQUIRE_DEVICE();                                                        \
+    if (!::isthmus::kernels::IsRealDevice()) GTEST_SKIP() << "the emulator is slow"; \
+  }                                                                                  \
+  static_assert(true, "a semicolon follows")
 
 // The full golden set, or a skip that is counted, or a failure where it is required.
 #define ISTHMUS_REQUIRE_GOLDEN()                                                                  \

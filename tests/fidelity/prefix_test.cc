@@ -27,23 +27,27 @@ using kernels::Arithmetic;
 
 constexpr kv::PrefixOptions kPrefixes = {.num_snapshots = 8};
 
-class PrefixTest : public testing::TestWithParam<std::tuple<Arithmetic, int>> {
+class PrefixTest : public testing::TestWithParam<std::tuple<Arithmetic, int, std::string>> {
  protected:
   void SetUp() override {
+    const std::string& device = std::get<2>(GetParam());
+    ISTHMUS_REQUIRE_PLACE(device);
     diag::LocalEngineOptions options;
     options.checkpoint = BundledPath("tiny-recall");
     options.arithmetic = std::get<0>(GetParam());
     options.max_tokens = 1024;
     options.page_tokens = std::get<1>(GetParam());
     options.threads = 1;
+    options.device = device;
+    options.batch_invariant = true;
     auto opened = diag::LocalEngine::Create(options);
     ASSERT_TRUE(opened.ok()) << opened.status();
     local_ = *std::move(opened);
   }
 
   std::unique_ptr<kv::CachePool> PoolOf(int64_t num_tokens, const kv::PrefixOptions& prefixes) {
-    return *kv::CachePool::Create(local_->forward().layout(), num_tokens, 4, kv::kHostMemory,
-                                  prefixes);
+    return *kv::CachePool::Create(local_->forward().layout(), num_tokens, 4,
+                                  local_->pool().device(), prefixes);
   }
 
   std::vector<int32_t> Ids(uint64_t seed, int64_t size) {
@@ -204,10 +208,11 @@ TEST_P(PrefixTest, TenantsNeverShare) {
 INSTANTIATE_TEST_SUITE_P(
     ArithmeticsAndPages, PrefixTest,
     testing::Combine(testing::Values(Arithmetic::kMath, Arithmetic::kReference),
-                     testing::Values(128, 256)),
+                     testing::Values(128, 256), testing::Values("cpu", "cuda:0")),
     [](const auto& choice) {
       return absl::StrCat(std::get<0>(choice.param) == Arithmetic::kMath ? "math" : "reference",
-                          "Pages", std::get<1>(choice.param));
+                          "Pages", std::get<1>(choice.param),
+                          std::get<2>(choice.param) == "cpu" ? "" : "OnAGpu");
     });
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -65,11 +66,15 @@ bool StartsWith(const std::vector<T>& whole, const std::vector<T>& start) {
   return start.size() <= whole.size() && std::equal(start.begin(), start.end(), whole.begin());
 }
 
-class SavedSequenceTest : public testing::TestWithParam<Arithmetic> {
+class SavedSequenceTest : public testing::TestWithParam<std::tuple<Arithmetic, std::string>> {
  protected:
   void SetUp() override {
+    const std::string& device = std::get<1>(GetParam());
+    ISTHMUS_REQUIRE_PLACE(device);
     const EngineChoice choice = {.checkpoint = BundledPath("tiny-random-3layer/nvfp4-cast"),
-                                 .arithmetic = GetParam()};
+                                 .arithmetic = std::get<0>(GetParam()),
+                                 .device = device,
+                                 .batch_invariant = true};
     auto from = OpenEngine(choice);
     auto to = OpenEngine(choice);
     ASSERT_TRUE(from.ok() && to.ok()) << from.status() << to.status();
@@ -142,9 +147,13 @@ TEST_P(SavedSequenceTest, GoesOnEqualInsideAPrompt) {
 }
 
 INSTANTIATE_TEST_SUITE_P(BothArithmetics, SavedSequenceTest,
-                         testing::Values(Arithmetic::kMath, Arithmetic::kReference),
+                         testing::Combine(testing::Values(Arithmetic::kMath,
+                                                          Arithmetic::kReference),
+                                          testing::Values("cpu", "cuda:0")),
                          [](const auto& choice) {
-                           return choice.param == Arithmetic::kMath ? "math" : "reference";
+                           const bool is_math = std::get<0>(choice.param) == Arithmetic::kMath;
+                           return absl::StrCat(is_math ? "math" : "reference",
+                                               std::get<1>(choice.param) == "cpu" ? "" : "OnAGpu");
                          });
 
 TEST(SavedSequenceRefusalTest, NamesArithmeticAndCheckpoint) {
