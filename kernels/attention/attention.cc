@@ -38,8 +38,8 @@ constexpr NumericBound kMmaBound = {NumericClass::kReducedPrecision, /*factor=*/
 constexpr Patch kSplitMma = {
     .name = "attention.split_mma",
     .summary =
-        "Decode on tensor cores over entries as stored, a row's keys cut into splits that the last "
-        "one adds up in the same launch, so that a small batch fills the device.",
+        "Decode on tensor cores over entries as stored, a row's keys cut into splits that a second "
+        "launch adds up, so that a small batch fills the device.",
     .phases = kPhaseDecode,
     .default_on = true,
     .bound = kMmaBound,

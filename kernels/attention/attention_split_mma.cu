@@ -31,6 +31,23 @@ constexpr int kMinBlocks = Shape::kMTiles* Shape::kThreads > 256 ? 1 : 2;
 // The warp that follows the keys.
 constexpr int kFollower = kStages;
 
+// Eight channels of a lane, four and four, so that a lane and its neighbour write 32 bytes in a row
+// at once: `first` lies in the even lane's eight, `second` in the odd one's.
+struct PairedEight {
+  float first[4];
+  float second[4];
+};
+__device__ __forceinline__ PairedEight ShareEight(const float (&x)[8], bool is_odd) {
+  PairedEight out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float other = __shfl_xor_sync(kFullWarp, is_odd ? x[i] : x[4 + i], 1);
+    out.first[i] = is_odd ? other : x[i];
+    out.second[i] = is_odd ? x[4 + i] : other;
+  }
+  return out;
+}
+
 // Writes the warp's columns: to the output, divided by the sums of weights, or, with `values`, to a
 // split's share [heads][kHeadDim].
 template <typename Shape>
@@ -38,14 +55,16 @@ __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t
                                             const Shared<Shape>& shared, const Units<Shape>& units,
                                             const Sums<Shape>& sums, float* values) {
   const int lane = FreshLane();
-  const int first_channel = kKvNopeBlock * Shape::kBlocks * SliceOf<Shape>() + 16 * (lane % 4);
+  const bool is_odd = lane % 2 != 0;
+  // Of the even lane's eight; the odd one's begin 16 further.
+  const int first_channel =
+      kKvNopeBlock * Shape::kBlocks * SliceOf<Shape>() + 32 * (lane % 4 / 2) + (is_odd ? 4 : 0);
 #pragma unroll
   for (int m = 0; m < Shape::kMTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int h = 16 * (Shape::kMTiles * GroupOf<Shape>() + m) + 8 * half + lane / 4;
       const int head = shared.keys.first_head + h;
-      if (head >= args.num_heads) continue;
       const float factor = values != nullptr ? 1.0f : 1.0f / shared.total[h];
       float* to = values + int64_t{head} * kHeadDim + first_channel;
 #pragma unroll
@@ -56,11 +75,15 @@ __device__ __forceinline__ void StoreValues(const DeviceAttention& args, int64_t
           float x[8];
 #pragma unroll
           for (int j = 0; j < 8; ++j) x[j] = sums.o[b][m][j][2 * half + i] * unit;
+          const PairedEight eight = ShareEight(x, is_odd);
           const int d = kKvNopeBlock * b + 8 * i;
+          if (head >= args.num_heads) continue;
           if (values != nullptr) {
-            StoreEight(to + d, x);
+            StoreFour(to + d, eight.first);
+            StoreFour(to + d + 16, eight.second);
           } else {
-            StoreOutput(args, row, head, first_channel + d, x);
+            StoreOutput(args, row, head, first_channel + d, eight.first);
+            StoreOutput(args, row, head, first_channel + d + 16, eight.second);
           }
         }
       }

@@ -7,27 +7,22 @@
 
 namespace isthmus::kernels::attention_mma {
 
-// Eight values to 16-aligned memory.
-__device__ __forceinline__ void StoreEight(float* to, const float (&x)[8]) {
-  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+__device__ __forceinline__ void StoreFour(float* to, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }
 
 // Channels from `d` of a head's output. Reference arithmetic, which is all that comes here, has
 // them on the bf16 grid.
-template <int kCount>
 __device__ __forceinline__ void StoreOutput(const DeviceAttention& args, int64_t row, int head,
-                                            int d, const float (&x)[kCount]) {
+                                            int d, const float (&x)[4]) {
   const int64_t at = row * args.out_stride + int64_t{head} * kHeadDim + d;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const uint2 pairs = make_uint2(Bf16Pair(x[i], x[i + 1]), Bf16Pair(x[i + 2], x[i + 3]));
-    if (args.is_out_bf16) {
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.out) + at + i) = pairs;
-    } else {
-      *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at + i) =
-          make_float4(LowBf16(pairs.x), HighBf16(pairs.x), LowBf16(pairs.y), HighBf16(pairs.y));
-    }
+  const uint2 pairs = make_uint2(Bf16Pair(x[0], x[1]), Bf16Pair(x[2], x[3]));
+  if (args.is_out_bf16) {
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.out) + at) = pairs;
+  } else {
+    const float rounded[4] = {LowBf16(pairs.x), HighBf16(pairs.x), LowBf16(pairs.y),
+                              HighBf16(pairs.y)};
+    StoreFour(static_cast<float*>(args.out) + at, rounded);
   }
 }
 
