@@ -122,12 +122,8 @@ HWY_NOINLINE void FusedPanels(const GemmPlan& plan, int64_t panel, GemmScratch* 
   }
   ISTHMUS_UNROLL
   for (int p = 0; p < kWidth; ++p) {
-    const int64_t first = (panel + p) * kPanelRows;
-    const auto count = static_cast<size_t>(std::min(kPanelRows, w.rows - first));
     ISTHMUS_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      StoreFirst16(total[r][p], plan.out.f32(r) + first, count);
-    }
+    for (int r = 0; r < kRows; ++r) StoreSums(plan, r, panel + p, total[r][p]);
   }
 }
 
@@ -254,9 +250,7 @@ HWY_INLINE void TilePanels(const GemmPlan& plan, int64_t first_tile, int64_t las
   for (int64_t row = first_row; row < last_row; ++row) {
     for (int p = 0; p < kWidth; ++p) {
       const float* total = scratch->totals + ((row - first_row) * kWidth + p) * kPanelRows;
-      const int64_t column = (panel + p) * kPanelRows;
-      const auto count = static_cast<size_t>(std::min(kPanelRows, w.rows - column));
-      StoreFirst16(Load16(total), plan.out.f32(row) + column, count);
+      StoreSums(plan, row, panel + p, Load16(total));
     }
   }
 }

@@ -52,6 +52,7 @@ GemmPlan MakePlan(const GemmTask& t) {
   plan.x = t.x;
   plan.w = t.w;
   plan.out = t.out;
+  plan.rounds = t.rounds;
   plan.panels = CeilDiv(t.w.rows, kPanelRows);
   plan.tile_rows = HWY_DYNAMIC_DISPATCH(GemmTileRowsT)(t.x.rows);
   int64_t rows = t.x.rows;
@@ -94,8 +95,9 @@ void PackRows(const GemmPlan* plans, int64_t count, int64_t tiles, const Exec& e
 
 }  // namespace
 
-void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec) {
-  const GemmTask task = {x, w, out};
+void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec,
+          bool rounds) {
+  const GemmTask task = {x, w, out, rounds};
   GemmMany({&task, 1}, exec);
 }
 

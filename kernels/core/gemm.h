@@ -20,14 +20,16 @@
 namespace isthmus::kernels {
 
 // x: f32 [M, K], out: f32 [M, N]; rows may be strided; out must not overlap x. Shapes must agree
-// (checked).
-void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec);
+// (checked). `rounds`: out is rounded to the bf16 grid as it is stored.
+void Gemm(const MatrixView& x, const WeightView& w, const MatrixView& out, const Exec& exec,
+          bool rounds = false);
 
 // One product of several.
 struct GemmTask {
   MatrixView x;
   WeightView w;
   MatrixView out;
+  bool rounds = false;
 };
 // Independent products in one parallel loop: the experts of a step, or several linears of one
 // input. Each has the bits that Gemm gives; no output may overlap anything.

@@ -53,6 +53,7 @@ struct GemmPlan {
   MatrixView x;
   WeightView w;
   MatrixView out;
+  bool rounds = false;        // To the bf16 grid, as sums are stored.
   float* packed_x = nullptr;  // [tiles][K][tile rows], zero rows at the end; fused: null.
   int64_t tile_rows = 0;
   int64_t panels = 0;

@@ -8,6 +8,8 @@
 #define ISTHMUS_KERNELS_CORE_GEMM_DECODE_INL_H_
 #endif
 
+#include <algorithm>
+
 #include "kernels/core/gemm_blocks.h"
 #include "kernels/core/simd-inl.h"
 
@@ -49,6 +51,13 @@ HWY_INLINE F32x16 DecodeScale(const uint8_t* scales, float global_scale) {
   } else {
     return Set16(1.0f);
   }
+}
+
+// The sums of panel `panel` of one row, where they belong.
+HWY_INLINE void StoreSums(const GemmPlan& plan, int64_t row, int64_t panel, const F32x16& sums) {
+  const int64_t first = panel * kPanelRows;
+  const auto count = static_cast<size_t>(std::min(kPanelRows, plan.w.rows - first));
+  StoreFirst16(plan.rounds ? RoundBf16x16(sums) : sums, plan.out.f32(row) + first, count);
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

@@ -122,11 +122,8 @@ HWY_NOINLINE void StreamPanels(const GemmPlan& plan, const float* x, int64_t row
   }
   const int64_t rows = std::min<int64_t>(kRows, plan.x.rows - row);
   for (int p = 0; p < kWidth; ++p) {
-    const int64_t first = (panel + p) * kPanelRows;
-    const auto count = static_cast<size_t>(std::min(kPanelRows, w.rows - first));
     for (int64_t r = 0; r < rows; ++r) {
-      const F32x16 total = Load16(totals + (r * kWidth + p) * kPanelRows);
-      StoreFirst16(total, plan.out.f32(row + r) + first, count);
+      StoreSums(plan, row + r, panel + p, Load16(totals + (r * kWidth + p) * kPanelRows));
     }
   }
 }

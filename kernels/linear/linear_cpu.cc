@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The trusted CPU path, the one that serves: quantise into scratch, multiply, round in place.
+// The trusted CPU path, the one that serves: quantise into scratch, multiply, round as sums are
+// stored.
 #include <algorithm>
 
 #include "kernels/core/formats.h"
@@ -32,13 +33,7 @@ absl::Status LaunchLinearCpu(const LinearArgs& args, const Exec& exec) {
     x = F32Matrix(scope.Take<float>(x.rows * x.cols), x.rows, x.cols);
     QuantiseActivationCpu(args.x, x, exec);
   }
-  Gemm(x, args.weight, args.out, exec);
-  if (args.round_output) {
-    const MatrixView& out = args.out;
-    ParallelFor(exec, out.rows, RowGrain(out.cols), [&](int64_t begin, int64_t end, int) {
-      for (int64_t t = begin; t < end; ++t) RoundBf16Row(out.f32(t), out.cols, out.f32(t));
-    });
-  }
+  Gemm(x, args.weight, args.out, exec, args.round_output);
   return absl::OkStatus();
 }
 
