@@ -182,10 +182,18 @@ int32_t PrefixIndex::AddNode(const Node& node) {
     if (IsLeaf(node.parent)) UnfileLeaf(node.parent);
     ++at(node.parent).num_children;
   }
-  int64_t host_bytes = options_.host_step_bytes;
-  if (static_cast<int64_t>(by_name_.size()) >= max_blocks_ && !EvictLeaf(&host_bytes)) {
-    if (node.parent != kNone && --at(node.parent).num_children == 0) FileLeaf(node.parent);
-    return kNone;
+  if (static_cast<int64_t>(by_name_.size()) >= max_blocks_) {
+    const std::optional<int32_t> victim = NextLeaf();
+    if (!victim.has_value()) {
+      if (node.parent != kNone && --at(node.parent).num_children == 0) FileLeaf(node.parent);
+      return kNone;
+    }
+    // Blocks lie in pages, so that pages are out of room first: no copy is made for this.
+    if (WantedOf(*victim).has_value()) {
+      ++counts_.lost_blocks;
+      host_->RemoveFrom(at(*victim).name);
+    }
+    EvictLeaf(*victim);
   }
   if (unused_.empty()) {
     unused_.push_back(static_cast<int32_t>(nodes_.size()));
@@ -263,27 +271,64 @@ bool PrefixIndex::HasIdlePage(const Node& node) const {
 
 // A leaf in use is passed over as long as there is another one: it would free nothing. There are no
 // more of them than running sequences.
-bool PrefixIndex::EvictLeaf(int64_t* host_bytes) {
-  if (leaves_.empty()) return false;
+std::optional<int32_t> PrefixIndex::NextLeaf() const {
+  if (leaves_.empty()) return std::nullopt;
   const auto idle = std::ranges::find_if(
       leaves_, [this](const Filed& filed) { return HasIdlePage(at(filed.node)); });
-  const Filed victim = idle != leaves_.end() ? *idle : *leaves_.begin();
-  page_clock_ = std::max(page_clock_, victim.worth);
-  Offload(victim.node, host_bytes);
-  RemoveLeaf(victim.node);
+  return idle != leaves_.end() ? idle->node : leaves_.begin()->node;
+}
+
+void PrefixIndex::EvictLeaf(int32_t node) {
+  page_clock_ = std::max(page_clock_, at(node).leaf_worth);
+  if (host_ != nullptr) host_->Touch(at(node).name, at(node).last_use);
+  RemoveLeaf(node);
   ++counts_.evicted_blocks;
-  return true;
+}
+
+// Until there is room, or something must be copied before it can go.
+PrefixIndex::Room PrefixIndex::MakeRoom(const std::array<int64_t, kNumPagedKinds>& num_free,
+                                        int64_t* host_bytes, HostCopy* copy) {
+  for (size_t k = 0; k < num_free.size(); ++k) {
+    while (pools_.pages[k]->num_free() < num_free[k]) {
+      const std::optional<int32_t> victim = NextLeaf();
+      if (!victim.has_value()) return Room::kNoneLeft;
+      std::optional<HostCopy> wanted = WantedOf(*victim);
+      if (wanted.has_value()) {
+        const int64_t bytes = BytesOf(*wanted);
+        if (bytes <= *host_bytes) {
+          *host_bytes -= bytes;
+          *copy = *std::move(wanted);
+          return Room::kNeedsCopy;
+        }
+        ++counts_.lost_blocks;
+        host_->RemoveFrom(at(*victim).name);
+      }
+      EvictLeaf(*victim);
+    }
+  }
+  return Room::kMade;
 }
 
 bool PrefixIndex::EvictUntil(const std::array<int64_t, kNumPagedKinds>& num_free) {
-  MutexLock lock(mutex_);
   int64_t host_bytes = options_.host_step_bytes;
-  for (size_t k = 0; k < num_free.size(); ++k) {
-    while (pools_.pages[k]->num_free() < num_free[k]) {
-      if (!EvictLeaf(&host_bytes)) return false;
+  for (;;) {  // Every copy takes of host_bytes.
+    HostCopy copy;
+    {
+      MutexLock lock(mutex_);
+      const Room room = MakeRoom(num_free, &host_bytes, &copy);
+      if (room != Room::kNeedsCopy) return room == Room::kMade;
+      Pin(&copy);
+    }
+    const absl::Status read = ReadCopy(&copy);
+    MutexLock lock(mutex_);
+    Unpin(&copy);
+    Publish(copy, read);
+    const std::optional<int32_t> node = FindAgain(copy);
+    // Whoever found it meanwhile, or goes on from it, had use for it.
+    if (node.has_value() && IsLeaf(*node) && at(*node).last_use == copy.block.last_use) {
+      EvictLeaf(*node);
     }
   }
-  return true;
 }
 
 bool PrefixIndex::LacksSnapshot(const PrefixHash& name) const {
@@ -298,28 +343,56 @@ void PrefixIndex::DropSnapshot(int32_t node) {
   at(node).snapshot = kNone;
 }
 
-// False when each is being copied by somebody.
-bool PrefixIndex::EvictSnapshot() {
+// None when each is being copied by somebody.
+std::optional<int32_t> PrefixIndex::NextSnapshot() const {
   const auto idle = std::ranges::find_if(snapshots_, [this](const Filed& filed) {
     return pools_.snapshots->is_idle(at(filed.node).snapshot);
   });
-  if (idle == snapshots_.end()) return false;
-  const Filed victim = *idle;
-  snapshot_clock_ = std::max(snapshot_clock_, victim.worth);
-  OffloadSnapshot(victim.node);
-  const bool is_leaf = IsLeaf(victim.node);
-  if (is_leaf) UnfileLeaf(victim.node);
-  DropSnapshot(victim.node);
-  if (is_leaf) FileLeaf(victim.node);
+  if (idle == snapshots_.end()) return std::nullopt;
+  return idle->node;
+}
+
+void PrefixIndex::EvictSnapshot(int32_t node) {
+  snapshot_clock_ = std::max(snapshot_clock_, at(node).snapshot_worth);
+  const bool is_leaf = IsLeaf(node);
+  if (is_leaf) UnfileLeaf(node);
+  DropSnapshot(node);
+  if (is_leaf) FileLeaf(node);
   ++counts_.evicted_snapshots;
-  return true;
 }
 
 absl::StatusOr<HeldPage> PrefixIndex::TakeSnapshot() {
-  MutexLock lock(mutex_);
-  if (pools_.snapshots->num_free() == 0) EvictSnapshot();
-  ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int32_t> taken, pools_.snapshots->Take(1));
-  return HeldPage(pools_.snapshots, taken[0]);
+  // Others may find, or take, what was copied: what comes after a few copies is evicted at once.
+  constexpr int kMaxCopies = 3;
+  for (int num_copies = 0;; ++num_copies) {
+    HostCopy copy;
+    {
+      MutexLock lock(mutex_);
+      std::optional<int32_t> victim;
+      if (pools_.snapshots->num_free() == 0) victim = NextSnapshot();
+      std::optional<HostCopy> wanted;
+      if (victim.has_value() && num_copies < kMaxCopies) wanted = WantedSnapshotOf(*victim);
+      if (!wanted.has_value()) {
+        if (victim.has_value()) EvictSnapshot(*victim);
+        ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int32_t> taken, pools_.snapshots->Take(1));
+        return HeldPage(pools_.snapshots, taken[0]);
+      }
+      copy = *std::move(wanted);
+      Pin(&copy);
+    }
+    const absl::Status read = ReadCopy(&copy);
+    MutexLock lock(mutex_);
+    Unpin(&copy);
+    if (read.ok()) Publish(copy, read);
+    const std::optional<int32_t> node = FindAgain(copy);
+    if (node.has_value() && at(*node).snapshot == copy.snapshot &&
+        pools_.snapshots->is_idle(copy.snapshot)) {
+      EvictSnapshot(*node);
+    }
+    if (pools_.snapshots->num_free() == 0) continue;
+    ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int32_t> taken, pools_.snapshots->Take(1));
+    return HeldPage(pools_.snapshots, taken[0]);
+  }
 }
 
 void PrefixIndex::AddSnapshot(const PrefixHash& name, HeldPage snapshot, SnapshotReason reason) {
@@ -382,6 +455,14 @@ void PrefixIndex::CheckConservation() const {
   std::vector<int32_t> num_children(nodes_.size());
   size_t num_leaves = 0;
   size_t num_snapshots = 0;
+  for (const HostCopy* copy : copies_) {
+    for (size_t k = 0; k < kept.size(); ++k) {
+      if (copy->has_entries && copy->pages[k] != kNone) {
+        ++kept[k][static_cast<size_t>(copy->pages[k])];
+      }
+    }
+    if (copy->snapshot != kNone) ++kept_snapshots[static_cast<size_t>(copy->snapshot)];
+  }
   for (const auto& [name, index] : by_name_) {
     const Node& node = at(index);
     ISTHMUS_CHECK(node.name == name);

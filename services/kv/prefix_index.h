@@ -7,15 +7,19 @@
 //
 // Nothing is found that was not computed from the very same tokens under the very same salt: token
 // ids are compared, not only names. Thread-safe: RPC threads look up while the step loop inserts.
-// Lock order: the index, then its pools.
+// Lock order: the index, then its pools. What is evicted is copied to host memory without the lock,
+// for on a GPU a copy is a wait: until it is there the block stays where it is, and is found.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -136,8 +140,12 @@ class PrefixIndex {
   // when nothing is left to evict.
   bool EvictUntil(const std::array<int64_t, kernels::kNumPagedKinds>& num_free);
 
-  // Forgets everything.
+  // Forgets everything. Not while another thread may be making room.
   void Clear();
+
+  // Called before anything is copied to host memory, without the lock; for tests. Not while another
+  // thread may be making room.
+  void ObserveCopies(std::function<void()> before_copy) { before_copy_ = std::move(before_copy); }
 
   PrefixCounts counts() const;
   int64_t num_blocks() const;
@@ -175,6 +183,19 @@ class PrefixIndex {
     auto operator<=>(const Filed&) const = default;
   };
 
+  // Something of a block that host memory shall have, and where it lies. The index keeps these
+  // pages while they are copied.
+  struct HostCopy {
+    HostBlock block;
+    bool has_entries = false;  // Wanted, as the snapshot where it is not kNone.
+    BlockPages pages{};
+    int64_t first_token = 0;  // Of the block in its pages.
+    int32_t snapshot = kNone;
+  };
+
+  // Without mutex_: fills copy->block.
+  absl::Status ReadCopy(HostCopy* copy) const;
+
   // All under mutex_.
   Node& at(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
   const Node& at(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
@@ -192,14 +213,23 @@ class PrefixIndex {
   bool HasIdlePage(const Node& node) const;
   int32_t AddNode(const Node& node);
   void RemoveLeaf(int32_t node);
-  bool EvictLeaf(int64_t* host_bytes);
-  void Offload(int32_t node, int64_t* host_bytes);
-  void OffloadSnapshot(int32_t node);
+  std::optional<int32_t> NextLeaf() const;
+  void EvictLeaf(int32_t node);
+  enum class Room : uint8_t { kMade, kNoneLeft, kNeedsCopy };
+  Room MakeRoom(const std::array<int64_t, kernels::kNumPagedKinds>& num_free, int64_t* host_bytes,
+                HostCopy* copy);
+  std::optional<HostCopy> WantedOf(int32_t node) const;
+  std::optional<HostCopy> WantedSnapshotOf(int32_t node) const;
+  int64_t BytesOf(const HostCopy& copy) const;
+  void Pin(const HostCopy* copy);
+  void Unpin(const HostCopy* copy);
+  void Publish(const HostCopy& copy, const absl::Status& read);
+  std::optional<int32_t> FindAgain(const HostCopy& copy) const;
   HostBlock HostBlockOf(const Node& node) const;
-  absl::StatusOr<SharedBytes> ReadEntries(int32_t node) const;
   int64_t DepthOf(int32_t node) const;
   void DropSnapshot(int32_t node);
-  bool EvictSnapshot();
+  std::optional<int32_t> NextSnapshot() const;
+  void EvictSnapshot(int32_t node);
   void DropOldTails(int32_t node);
 
   const kernels::KvLayout layout_;
@@ -219,7 +249,9 @@ class PrefixIndex {
   double page_clock_ = 0;
   double snapshot_clock_ = 0;
   uint64_t num_uses_ = 0;
-  std::unique_ptr<HostStore> host_;  // Null: evicted is gone.
+  std::unique_ptr<HostStore> host_;      // Null: evicted is gone.
+  std::vector<const HostCopy*> copies_;  // Being copied.
+  std::function<void()> before_copy_;
   PrefixCounts counts_;
 };
 

@@ -189,7 +189,10 @@ class ModelRun {
  public:
   explicit ModelRun(uint64_t seed)
       : random_(seed),
-        options_{.num_snapshots = int32_t(Below(6) + 1), .tails = int32_t(Below(3) + 1)},
+        // Copies to host memory change nothing in the order in which pages give way.
+        options_{.num_snapshots = int32_t(Below(6) + 1),
+                 .tails = int32_t(Below(3) + 1),
+                 .host_bytes = seed % 2 == 0 ? int64_t{1} << 18 : 0},
         bench_(Below(2) == 0 ? 128 : 256, int32_t(Below(24) + 4), options_),
         naive_(bench_, options_) {}
 

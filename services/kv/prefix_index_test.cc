@@ -190,8 +190,8 @@ TEST(PrefixIndexTest, HasNoMoreBlocksThanItMay) {
 
 // Three threads look up while a fourth one inserts, evicts and drops: what is found is held and is
 // what was asked for. ThreadSanitizer sees the rest.
-TEST(PrefixIndexTest, ThreadsLookUpWhileOthersInsertAndEvict) {
-  Bench bench(128, 24, {.num_snapshots = 3});
+void LookUpWhileOthersInsertAndEvict(const PrefixOptions& options) {
+  Bench bench(128, 24, options);
   std::vector<std::vector<int32_t>> prompts;
   for (int32_t i = 0; i < 8; ++i) prompts.push_back(TokensOf({i / 4, i / 2, i, 7, 8}, 1));
   std::atomic<bool> stops = false;
@@ -208,6 +208,9 @@ TEST(PrefixIndexTest, ThreadsLookUpWhileOthersInsertAndEvict) {
           EXPECT_EQ(static_cast<int64_t>(pages.size()) * kBlock, hit.num_tokens);
         }
         if (hit.num_tokens > 0) ++num_hits;
+        const HostHit further = bench.index->FindHost(names.root, names.chain, names.tokens,
+                                                      hit.num_tokens, int64_t{640});
+        EXPECT_TRUE(further.num_tokens == 0 || further.num_tokens > hit.num_tokens);
       }
     });
   }
@@ -226,6 +229,15 @@ TEST(PrefixIndexTest, ThreadsLookUpWhileOthersInsertAndEvict) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_GT(num_hits, 0);
   bench.index->CheckConservation();
+  EXPECT_EQ(bench.index->counts().offloaded_blocks > 0, options.host_bytes > 0);
+}
+
+TEST(PrefixIndexTest, ThreadsLookUpWhileOthersInsertAndEvict) {
+  LookUpWhileOthersInsertAndEvict({.num_snapshots = 3});
+}
+
+TEST(PrefixIndexTest, ThreadsLookUpWhileOthersCopyToHostMemory) {
+  LookUpWhileOthersInsertAndEvict({.num_snapshots = 3, .host_bytes = 1 << 17});
 }
 
 }  // namespace

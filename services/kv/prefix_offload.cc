@@ -23,58 +23,87 @@ int64_t PrefixIndex::DepthOf(int32_t node) const {
   return depth;
 }
 
-absl::StatusOr<SharedBytes> PrefixIndex::ReadEntries(int32_t node) const {
-  const int64_t in_page = DepthOf(node) % page_blocks_;
-  return ReadBlock(layout_, pools_.pages, at(node).pages, in_page * kPrefixBlockTokens);
-}
-
 // Nothing is computed behind a block without a snapshot, at it or further on: it is not kept.
-void PrefixIndex::Offload(int32_t node, int64_t* host_bytes) {
-  if (host_ == nullptr) return;
+std::optional<PrefixIndex::HostCopy> PrefixIndex::WantedOf(int32_t node) const {
+  if (host_ == nullptr) return std::nullopt;
   const Node& leaf = at(node);
   const HostBlock* known = host_->Find(leaf.name, leaf.parent_name, leaf.tokens);
-  const bool has_entries = known != nullptr && known->entries != nullptr;
   const bool has_snapshot = known != nullptr && known->snapshot != nullptr;
-  HostBlock block = HostBlockOf(leaf);
-  absl::Status status;
-  if (leaf.snapshot == kNone && !has_snapshot && !host_->HasChild(leaf.name)) return;
-  int64_t bytes = has_entries ? 0 : BlockBytes(layout_);
-  if (leaf.snapshot != kNone && !has_snapshot) bytes += pools_.snapshots->page_bytes();
-  if (bytes > *host_bytes) {
-    ++counts_.lost_blocks;
-    host_->RemoveFrom(leaf.name);
-    return;
-  }
-  *host_bytes -= bytes;
-  const auto keep = [&status](absl::StatusOr<SharedBytes> read, SharedBytes* kept) {
-    status.Update(read.status());
-    if (read.ok()) *kept = *std::move(read);
-  };
-  if (!has_entries) keep(ReadEntries(node), &block.entries);
-  if (leaf.snapshot != kNone && !has_snapshot) {
-    keep(ReadPage(*pools_.snapshots, leaf.snapshot, pools_.snapshots->page_bytes()),
-         &block.snapshot);
-  }
-  if (!status.ok()) {  // Of a GPU that is lost: a step will say so.
-    host_->RemoveFrom(leaf.name);
-    return;
-  }
-  if (!has_entries) ++counts_.offloaded_blocks;
-  host_->Put(block);
+  if (leaf.snapshot == kNone && !has_snapshot && !host_->HasChild(leaf.name)) return std::nullopt;
+  HostCopy copy;
+  copy.block = HostBlockOf(leaf);
+  copy.has_entries = known == nullptr || known->entries == nullptr;
+  copy.pages = leaf.pages;
+  copy.first_token = DepthOf(node) % page_blocks_ * kPrefixBlockTokens;
+  if (!has_snapshot) copy.snapshot = leaf.snapshot;
+  if (!copy.has_entries && copy.snapshot == kNone) return std::nullopt;
+  return copy;
 }
 
 // The block stays in its pages.
-void PrefixIndex::OffloadSnapshot(int32_t node) {
-  if (host_ == nullptr) return;
+std::optional<PrefixIndex::HostCopy> PrefixIndex::WantedSnapshotOf(int32_t node) const {
+  if (host_ == nullptr) return std::nullopt;
   const Node& owner = at(node);
   const HostBlock* known = host_->Find(owner.name, owner.parent_name, owner.tokens);
-  if (known != nullptr && known->snapshot != nullptr) return;
-  absl::StatusOr<SharedBytes> read =
-      ReadPage(*pools_.snapshots, owner.snapshot, pools_.snapshots->page_bytes());
-  if (!read.ok()) return;
-  HostBlock block = HostBlockOf(owner);
-  block.snapshot = *std::move(read);
-  host_->Put(block);
+  if (known != nullptr && known->snapshot != nullptr) return std::nullopt;
+  HostCopy copy;
+  copy.block = HostBlockOf(owner);
+  copy.snapshot = owner.snapshot;
+  return copy;
+}
+
+int64_t PrefixIndex::BytesOf(const HostCopy& copy) const {
+  return (copy.has_entries ? BlockBytes(layout_) : 0) +
+         (copy.snapshot != kNone ? pools_.snapshots->page_bytes() : 0);
+}
+
+// Kept as the index keeps its own pages, so that whoever asks what can be had still counts them.
+void PrefixIndex::Pin(const HostCopy* copy) {
+  copies_.push_back(copy);
+  for (size_t k = 0; k < copy->pages.size() && copy->has_entries; ++k) {
+    if (copy->pages[k] != kNone) pools_.pages[k]->Keep(copy->pages[k]);
+  }
+  if (copy->snapshot != kNone) pools_.snapshots->Keep(copy->snapshot);
+}
+
+void PrefixIndex::Unpin(const HostCopy* copy) {
+  std::erase(copies_, copy);
+  for (size_t k = 0; k < copy->pages.size() && copy->has_entries; ++k) {
+    if (copy->pages[k] != kNone) pools_.pages[k]->Drop(copy->pages[k]);
+  }
+  if (copy->snapshot != kNone) pools_.snapshots->Drop(copy->snapshot);
+}
+
+absl::Status PrefixIndex::ReadCopy(HostCopy* copy) const {
+  if (before_copy_ != nullptr) before_copy_();
+  if (copy->has_entries) {
+    ISTHMUS_ASSIGN_OR_RETURN(copy->block.entries,
+                             ReadBlock(layout_, pools_.pages, copy->pages, copy->first_token));
+  }
+  if (copy->snapshot != kNone) {
+    ISTHMUS_ASSIGN_OR_RETURN(copy->block.snapshot, ReadPage(*pools_.snapshots, copy->snapshot,
+                                                            pools_.snapshots->page_bytes()));
+  }
+  return absl::OkStatus();
+}
+
+void PrefixIndex::Publish(const HostCopy& copy, const absl::Status& read) {
+  if (!read.ok()) {  // Of a GPU that is lost: a step will say so.
+    host_->RemoveFrom(copy.block.name);
+    return;
+  }
+  if (copy.has_entries) ++counts_.offloaded_blocks;
+  host_->Put(copy.block);
+}
+
+// The node that a copy was made of, if it is still there.
+std::optional<int32_t> PrefixIndex::FindAgain(const HostCopy& copy) const {
+  const auto found = by_name_.find(copy.block.name);
+  if (found == by_name_.end() || at(found->second).parent_name != copy.block.parent_name ||
+      at(found->second).tokens != copy.block.tokens) {
+    return std::nullopt;
+  }
+  return found->second;
 }
 
 HostHit PrefixIndex::FindHost(const PrefixHash& root, std::span<const PrefixHash> chain,

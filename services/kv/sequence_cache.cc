@@ -265,10 +265,10 @@ PagedPools CachePool::paged_pools() const {
   return pools;
 }
 
-absl::StatusOr<CachePool::Pages> CachePool::Take(
-    const std::array<int64_t, kNumPagedKinds>& counts) {
-  MutexLock lock(take_mutex_);
-  bool must_evict = false;
+// Under take_mutex_. Whether the pools have so many free pages; ResourceExhausted: not even with
+// what could be evicted.
+absl::StatusOr<bool> CachePool::HasFree(const std::array<int64_t, kNumPagedKinds>& counts) const {
+  bool has_free = true;
   for (size_t k = 0; k < counts.size(); ++k) {
     const PagePool& pool = *pages_[k];
     if (counts[k] > pool.num_available()) {
@@ -276,10 +276,34 @@ absl::StatusOr<CachePool::Pages> CachePool::Take(
           absl::StrCat("page pool ", layout_.kinds[k].name, ": ", counts[k], " pages wanted, ",
                        pool.num_available(), " of ", pool.num_pages(), " free or evictable"));
     }
-    must_evict = must_evict || counts[k] > pool.num_free();
+    has_free = has_free && counts[k] <= pool.num_free();
   }
-  // What a look-up has found meanwhile cannot be evicted any more: Take says so below.
-  if (must_evict) prefixes_->EvictUntil(counts);
+  return has_free;
+}
+
+absl::StatusOr<CachePool::Pages> CachePool::Take(
+    const std::array<int64_t, kNumPagedKinds>& counts) {
+  // What is evicted may be copied first, for which others should not wait. They may also take what
+  // became free, so that the last attempt is made under the lock.
+  constexpr int kAttempts = 3;
+  for (int attempt = 1; attempt < kAttempts; ++attempt) {
+    {
+      MutexLock lock(take_mutex_);
+      ISTHMUS_ASSIGN_OR_RETURN(const bool has_free, HasFree(counts));
+      if (has_free) return TakeFree(counts);
+    }
+    prefixes_->EvictUntil(counts);
+  }
+  MutexLock lock(take_mutex_);
+  ISTHMUS_ASSIGN_OR_RETURN(const bool has_free, HasFree(counts));
+  // What a look-up has found meanwhile cannot be evicted any more: TakeFree says so.
+  if (!has_free) prefixes_->EvictUntil(counts);
+  return TakeFree(counts);
+}
+
+// Under take_mutex_.
+absl::StatusOr<CachePool::Pages> CachePool::TakeFree(
+    const std::array<int64_t, kNumPagedKinds>& counts) {
   Pages pages;
   for (size_t k = 0; k < counts.size(); ++k) {
     absl::StatusOr<std::vector<int32_t>> taken = pages_[k]->Take(counts[k]);

@@ -137,6 +137,8 @@ class CachePool {
   absl::Status CreatePrefixes(const PrefixOptions& options, int64_t num_tokens,
                               std::span<const int> replicas);
   absl::StatusOr<Pages> Take(const std::array<int64_t, kernels::kNumPagedKinds>& counts);
+  absl::StatusOr<bool> HasFree(const std::array<int64_t, kernels::kNumPagedKinds>& counts) const;
+  absl::StatusOr<Pages> TakeFree(const std::array<int64_t, kernels::kNumPagedKinds>& counts);
 
   const kernels::KvLayout layout_;
   std::array<std::unique_ptr<PagePool>, kernels::kNumPagedKinds> pages_;
