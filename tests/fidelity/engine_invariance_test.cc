@@ -70,7 +70,8 @@ class EngineInvarianceTest : public testing::TestWithParam<std::tuple<Arithmetic
                              .arithmetic = std::get<0>(GetParam()),
                              .threads = 2,
                              .device = device,
-                             .batch_invariant = true});
+                             .batch_invariant = true,
+                             .patches = InvariantPatches(device)});
     ASSERT_TRUE(local.ok()) << local.status();
     local_ = *std::move(local);
   }
