@@ -28,6 +28,7 @@ constexpr absl::Duration kGrace = absl::Milliseconds(200);
 // What steps work in.
 std::vector<const kv::Arena*> ArenasOf(kv::CachePool& pool) {
   std::vector<const kv::Arena*> arenas;
+  arenas.reserve(kernels::kNumPagedKinds + 1);
   for (int kind = 0; kind < kernels::kNumPagedKinds; ++kind) {
     arenas.push_back(&pool.pages(static_cast<kernels::CacheKindIndex>(kind)).arena());
   }
