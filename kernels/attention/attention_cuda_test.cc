@@ -43,11 +43,13 @@ std::vector<Case> Cases() {
       {"CsaPrefill", {16, 512, 64, 128, 4, kReference}, {{0, 9}, {254, 5}}, 24, 1},
   };
   // More rows than blocks of 16 heads have room for: blocks of more heads, and several splits.
-  const int64_t rows = testing::TestsRealShapes() ? 40 : 3;
+  const int64_t rows = testing::TestsRealShapes() ? 34 : 3;
   Case many = {"CsaRows", {64, 512, 64, 128, 4, kReference}, {}, 24, 1};
   Case half = {"HcaRows", {32, 512, 64, 128, 128, kReference}, {}, 0, 1};
-  for (int64_t i = 0; i < rows; ++i) many.parts.push_back({90 + 61 * i, 1});
-  for (int64_t i = 0; i < 2 * rows; ++i) half.parts.push_back({100 + 53 * i, 1});
+  for (int64_t i = 0; i < rows; ++i)
+    many.parts.push_back({testing::TestsRealShapes() ? 60 + 7 * i : 90 + 61 * i, 1});
+  for (int64_t i = 0; i < 2 * rows; ++i)
+    half.parts.push_back({testing::TestsRealShapes() ? 60 + 5 * i : 100 + 53 * i, 1});
   cases.push_back(many);
   cases.push_back(half);
   if (testing::TestsRealShapes()) {

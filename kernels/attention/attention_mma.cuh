@@ -57,7 +57,7 @@ struct BlockShape {
   static constexpr int kWarps = kSlices * kGroups;
   static constexpr int kThreads = kWarps * kWarpLanes;
   static constexpr int kHeads = 16 * kMTiles * kGroups;
-  static constexpr int kUnrolled = kGroups == 1 && kMTiles > 1 ? 1 : 2;  // Passes over half a tile.
+  static constexpr int kUnrolled = kMTiles > 1 ? 1 : 2;  // Passes over half a tile at once.
   // Who weighs keys: a warp kOwned heads, kLanes lanes a head, kKeys keys a lane.
   static constexpr int kOwned = kHeads / kWarps;
   static constexpr int kLanes = kWarpLanes / kOwned;
