@@ -18,34 +18,30 @@ struct RawTokens {
   __device__ __forceinline__ void Load(const float* x, int cols, bool is_aligned, int group,
                                        int lane) {
     constexpr int kInputs = UnitInputs(kProduct);
-    constexpr int kRuns = kUnitSteps * 2;
     const int first = group * kInputs + lane % 4 * kRun;
-    // No branch among the loads of a whole group: they set out together, in little code.
-    if (x == nullptr) {
+    const bool is_whole = is_aligned && (group + 1) * kInputs <= cols;
 #pragma unroll
-      for (int i = 0; i < kRuns * kRun; ++i) value[i / (2 * kRun)][i / kRun % 2][i % kRun] = 0.0f;
-    } else if (is_aligned && (group + 1) * kInputs <= cols) {
+    for (int i = 0; i < kUnitSteps * 2; ++i) {
+      float(&run)[kRun] = value[i / 2][i % 2];
+      const int k = first + i * (kInputs / (kUnitSteps * 2));
 #pragma unroll
-      for (int i = 0; i < kRuns; ++i) {
-        const float* from = x + first + i * (kInputs / kRuns);
-        float(&run)[kRun] = value[i / 2][i % 2];
-        if constexpr (kRun == 4) {
-          const float4 four = *reinterpret_cast<const float4*>(from);
-          run[0] = four.x;
-          run[1] = four.y;
-          run[2] = four.z;
-          run[3] = four.w;
-        } else {
-          const float2 two = *reinterpret_cast<const float2*>(from);
-          run[0] = two.x;
-          run[1] = two.y;
+      for (int j = 0; j < kRun; ++j) run[j] = 0.0f;
+      if (x == nullptr) continue;
+      if (!is_whole) {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          if (k + j < cols) run[j] = x[k + j];
         }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRuns * kRun; ++i) {
-        const int k = first + i / kRun * (kInputs / kRuns) + i % kRun;
-        value[i / (2 * kRun)][i / kRun % 2][i % kRun] = k < cols ? x[k] : 0.0f;
+      } else if constexpr (kRun == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(x + k);
+        run[0] = four.x;
+        run[1] = four.y;
+        run[2] = four.z;
+        run[3] = four.w;
+      } else {
+        const float2 two = *reinterpret_cast<const float2*>(x + k);
+        run[0] = two.x;
+        run[1] = two.y;
       }
     }
   }
@@ -118,11 +114,12 @@ template <Product kProduct>
 __device__ __forceinline__ void AddGroup(const unsigned char* tile, int steps, int lane,
                                          const PackedGroup<kProduct>& tokens, float weight_scale,
                                          float (&total)[4]) {
-  // Mostly without a branch among the loads of a whole group, and with two chains of products: a
-  // warp has little else to do while it waits for either.
+  // Mostly without a branch among the loads of a whole group, and with two chains of products where
+  // registers last: a warp has little else to do while it waits for either.
+  constexpr bool kTwoChains = kProduct != Product::kE4m3ByF16;
   float acc[4] = {};
   float more[4] = {};
-  if (steps == kUnitSteps && !tokens.has_low) {
+  if (kTwoChains && steps == kUnitSteps && !tokens.has_low) {
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) {
       WeightFragment<kProduct> weight;
@@ -145,7 +142,8 @@ __device__ __forceinline__ void AddGroup(const unsigned char* tile, int steps, i
   const float odd = tokens.odd * weight_scale;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    total[c] = fmaf(acc[c] + more[c], c % 2 == 0 ? even : odd, total[c]);
+    const float sum = kTwoChains ? acc[c] + more[c] : acc[c];
+    total[c] = fmaf(sum, c % 2 == 0 ? even : odd, total[c]);
   }
 }
 

@@ -58,7 +58,7 @@ struct FewTokensArgs {
 // Of the eight that the block multiplies.
 __device__ __forceinline__ int FirstToken() { return static_cast<int>(blockIdx.y) * 8; }
 
-// Rows of tiles [row, row + count) of a task, with one scale a group.
+// Rows of tiles [row, row + count) of a task.
 struct Pass {
   int task;
   int row;
@@ -69,9 +69,6 @@ __device__ __forceinline__ Pass PassAt(const FewTokensArgs& args, int line, int 
   while (pass.task + 1 < args.num_tasks && args.first_line[pass.task + 1] <= line) ++pass.task;
   pass.row = line - args.first_line[pass.task];
   pass.count = min(args.pass_rows, min(line_end, args.first_line[pass.task + 1]) - line);
-  if (args.scale_columns == 0) return pass;
-  const int in_block = (args.tasks[pass.task].first_row / kTile + pass.row) % kBlockTiles;
-  pass.count = min(pass.count, kBlockTiles - in_block);
   return pass;
 }
 
@@ -84,12 +81,10 @@ class WeightRing {
     next_ = {line, PassAt(args, line, line_end), warp, 0};
     if (warp >= args.groups) next_.line = line_end;
     if (lane == 0) {
-#pragma unroll 1
       for (int i = 0; i < kDepth; ++i) BarrierInit(full + i, 1);
       FenceBarrierInit();
     }
     __syncwarp();
-#pragma unroll 1  // Code that runs once comes from memory.
     for (int i = 0; i < kDepth; ++i) Fetch(i);
   }
   // Waits for the next group of a row of tiles: [four steps][lane][16 bytes].
@@ -179,20 +174,23 @@ struct GroupCursor {
   int group;
 };
 
-// The tokens of kAhead groups from a cursor on, and the codes of their weights' scales.
+// The tokens of kAhead groups from a cursor on, and the codes of their weights' scales: of the
+// pass's first row of tiles, and of those beyond the next multiple of 128 outputs.
 template <Product kProduct>
 struct RawGroups {
   RawTokens<kProduct> tokens[kAhead<kProduct>];
-  uint8_t code[kAhead<kProduct>];
+  uint8_t code[kAhead<kProduct>][2];
 
   __device__ __forceinline__ void LoadScales(const FewTokensArgs& args, const GroupCursor& at) {
     if constexpr (!HasScales(kProduct)) return;
     const LinearTask& task = args.tasks[at.pass.task];
-    const int block = (task.first_row + at.pass.row * kTile) / 128;
+    const int first = task.first_row + at.pass.row * kTile;
+    const int last = first + (at.pass.count - 1) * kTile;
 #pragma unroll
     for (int i = 0; i < kAhead<kProduct>; ++i) {
       const int group = min(at.group + i * kWarps, args.groups - 1);
-      code[i] = __ldg(task.scales + int64_t{block} * args.scale_columns + group);
+      code[i][0] = __ldg(task.scales + int64_t{first / 128} * args.scale_columns + group);
+      code[i][1] = __ldg(task.scales + int64_t{last / 128} * args.scale_columns + group);
     }
   }
   __device__ __forceinline__ void LoadTokens(const FewTokensArgs& args, const GroupCursor& at,
@@ -230,14 +228,18 @@ __device__ __forceinline__ void MultiplyLines(const FewTokensArgs& args, int64_t
   raw.LoadTokens(args, next, lane);
   while (next.line < line_end) {
     const Pass pass = next.pass;
+    // The first row of tiles of the pass that is in the scales' next block of rows, or none.
+    const int beyond =
+        kBlockTiles - (args.tasks[pass.task].first_row / kTile + pass.row) % kBlockTiles;
     float total[kRows<kProduct>][4] = {};
     for (int group = warp; group < args.groups; group += kStride) {
       PackedGroup<kProduct> packed[kAhead<kProduct>];
-      float scale[kAhead<kProduct>];
+      float scale[kAhead<kProduct>][2];
 #pragma unroll
       for (int i = 0; i < kAhead<kProduct>; ++i) {
         packed[i].Pack(raw.tokens[i], lane);
-        scale[i] = Ue8m0Value(HasScales(kProduct) ? raw.code[i] : 127);
+        for (const int j : {0, 1})
+          scale[i][j] = Ue8m0Value(HasScales(kProduct) ? raw.code[i][j] : 127);
       }
       next.group += kStride;
       if (next.group >= args.groups) {
@@ -257,7 +259,8 @@ __device__ __forceinline__ void MultiplyLines(const FewTokensArgs& args, int64_t
 #pragma unroll
         for (int row = 0; row < kRows<kProduct>; ++row) {
           if (row >= pass.count) break;
-          AddGroup<kProduct>(ring.Wait(), steps, lane, packed[i], scale[i], total[row]);
+          AddGroup<kProduct>(ring.Wait(), steps, lane, packed[i],
+                             row < beyond ? scale[i][0] : scale[i][1], total[row]);
           ring.Release();
         }
       }
