@@ -239,8 +239,8 @@ absl::Status ModelForward::PrepareAttention(int layer, Step& step) const {
   if (step.has_tap() && added > 0) {
     entries = step.Take(added, config.head_dim);
     keys = step.Take(added, index_dim);
-    args.compressor->entries = entries.f32(0);
-    if (w.ratio == 4) args.index_compressor->entries = keys.f32(0);
+    if (args.compressor) args.compressor->entries = entries.f32(0);
+    if (args.index_compressor) args.index_compressor->entries = keys.f32(0);
   }
   step.Mark("attention_inputs");
   ISTHMUS_RETURN_IF_ERROR(kernels::AttentionInputs(args, step.exec));
