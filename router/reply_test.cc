@@ -9,7 +9,7 @@
 
 #include "router/accept.h"
 #include "router/stream.h"
-#include "services/rpc/identity.h"
+#include "services/base/reply_seed.h"
 #include "services/text/utf8.h"
 
 namespace isthmus::router {
@@ -288,7 +288,7 @@ TEST(ReplySetTest, EachReplyHasItsEndAndItsSeed) {
   ASSERT_EQ(stopped->events.size(), 2u);
   EXPECT_EQ(stopped->events[0].delta().reply_index(), 1);
   EXPECT_EQ(stopped->events[1].reply_end().reply_index(), 1);
-  EXPECT_EQ(stopped->events[1].reply_end().seed(), rpc::ReplySeed(7, 1));
+  EXPECT_EQ(stopped->events[1].reply_end().seed(), ReplySeed(7, 1));
   EXPECT_FALSE(replies.has_ended());
   EXPECT_EQ(replies.Take(tokens).status().code(), absl::StatusCode::kInternal);
   v1::SequenceTokens last;

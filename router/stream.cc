@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "services/rpc/identity.h"
+#include "services/base/reply_seed.h"
 #include "services/text/chat_json.h"
 
 namespace isthmus::router {
@@ -100,7 +100,7 @@ v1::ReplyEnd ReplyStream::End(v1::SequenceEnd end) const {
   v1::ReplyEnd reply;
   reply.set_reply_index(reply_index_);
   reply.set_output_tokens(num_output_tokens_);
-  reply.set_seed(rpc::ReplySeed(request_->sampling.seed(), reply_index_));
+  reply.set_seed(ReplySeed(request_->sampling.seed(), reply_index_));
   const bool is_stop = has_stopped() || end == v1::SEQUENCE_END_STOP;
   reply.set_finish_reason(is_stop ? v1::FINISH_REASON_STOP : v1::FINISH_REASON_LENGTH);
   if (has_stopped()) {

@@ -9,13 +9,13 @@
 #include "services/base/clock.h"
 #include "services/base/status_macros.h"
 #include "services/text/detokenizer.h"
+#include "services/text/stop_strings.h"
 
 namespace isthmus::diag {
 
 absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
-                                   const std::function<void(int32_t)>& on_token,
-                                   const SequenceEnd& on_end) {
+                                   const TokenSink& on_token, const SequenceEnd& on_end) {
   const int64_t room = local.cache_tokens() - static_cast<int64_t>(prompt.size());
   if (room < 1) {
     return absl::InvalidArgumentError(absl::StrCat("prompt: it has ", prompt.size(),
@@ -30,8 +30,7 @@ absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prom
 }
 
 absl::StatusOr<TokenRun> RunSequence(LocalEngine& local, engine::Sequence sequence,
-                                     const std::function<void(int32_t)>& on_token,
-                                     const SequenceEnd& on_end) {
+                                     const TokenSink& on_token, const SequenceEnd& on_end) {
   const absl::Time start = RealClock().Now();
   TokenRun run;
   engine::Sequence* const one = &sequence;
@@ -42,9 +41,9 @@ absl::StatusOr<TokenRun> RunSequence(LocalEngine& local, engine::Sequence sequen
     if (run.output_tokens++ == 0) {
       run.ttft_seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
     }
-    on_token(sequence.tokens.back());
+    if (!on_token(sequence.tokens.back())) break;
   }
-  run.finish = sequence.finish;
+  run.finish = sequence.is_finished() ? sequence.finish : engine::FinishReason::kStop;
   run.seconds = absl::ToDoubleSeconds(RealClock().Now() - start);
   if (on_end != nullptr) ISTHMUS_RETURN_IF_ERROR(on_end(sequence));
   return run;
@@ -79,18 +78,28 @@ absl::StatusOr<ChatReply> LocalChat::Chat(const ChatRequest& request,
   ChatReply reply;
   reply.prompt_tokens = static_cast<int64_t>(prompt.size());
   text::Detokenizer detokenizer(tokenizer_.get());
-  const int32_t eos = local_->weights().config().eos_token_id;
-  const auto on_token = [&](int32_t token) {
-    if (token == eos) return;
-    const std::string text = detokenizer.Push(token);
+  text::StopStrings stops(request.stops, request.keeps_stop);
+  const auto add = [&](const std::string& text) {
     reply.text += text;
     if (!text.empty()) on_text(text);
   };
+  const std::vector<int32_t>& stop_ids = request.sampling.stop_token_ids;
+  const int32_t eos = local_->weights().config().eos_token_id;
+  int64_t num_tokens = 0;
+  const auto on_token = [&](int32_t token) {
+    ++num_tokens;
+    const bool is_stop = std::ranges::find(stop_ids, token) != stop_ids.end();
+    if (token == eos || (is_stop && !request.keeps_stop)) return true;
+    // No token before this one may complete a stop string.
+    add(stops.Push(detokenizer.Push(token), num_tokens >= request.sampling.min_tokens));
+    return !stops.match().has_value();
+  };
   ISTHMUS_ASSIGN_OR_RETURN(const TokenRun run, RunTokens(*local_, std::move(prompt),
                                                          request.sampling, on_token, on_end));
-  const std::string rest = detokenizer.Finish();
-  reply.text += rest;
-  if (!rest.empty()) on_text(rest);
+  if (!stops.match().has_value()) {
+    add(stops.Push(detokenizer.Finish(), num_tokens >= request.sampling.min_tokens));
+  }
+  add(stops.Finish());
 
   reply.message = text::ParseReply(reply.text, request.thinking);
   reply.output_tokens = run.output_tokens;

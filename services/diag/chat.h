@@ -7,6 +7,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "services/diag/local_engine.h"
@@ -21,6 +22,8 @@ struct ChatRequest {
   nlohmann::ordered_json body;  // OpenAI form: {"messages": [...], "tools": [...]}
   bool thinking = false;
   engine::SamplingParams sampling;
+  std::vector<std::string> stops = {};  // Texts that end a reply of a local engine.
+  bool keeps_stop = false;
 };
 
 struct ChatReply {
@@ -57,8 +60,11 @@ class LocalChat {
   text::ChatOptions options_;
 };
 
-// Runs `prompt` to its end. `on_token` is called for every output token, the end token included;
-// `on_end` with the sequence while it still has its cache.
+// Gets every output token, the end token included, and says whether it wants more; else the run
+// ends as kStop.
+using TokenSink = std::function<bool(int32_t)>;
+
+// Runs `prompt` to its end, and calls `on_end` with the sequence while it still has its cache.
 // InvalidArgument: the prompt leaves no room in the cache; a reply that fills it ends as kLength.
 struct TokenRun {
   int64_t output_tokens = 0;
@@ -68,12 +74,11 @@ struct TokenRun {
 };
 absl::StatusOr<TokenRun> RunTokens(LocalEngine& local, std::vector<int32_t> prompt,
                                    const engine::SamplingParams& sampling,
-                                   const std::function<void(int32_t)>& on_token,
-                                   const SequenceEnd& on_end = nullptr);
+                                   const TokenSink& on_token, const SequenceEnd& on_end = nullptr);
 
 // The same from where `sequence` stands, and for the tokens that it gains.
 absl::StatusOr<TokenRun> RunSequence(LocalEngine& local, engine::Sequence sequence,
-                                     const std::function<void(int32_t)>& on_token,
+                                     const TokenSink& on_token,
                                      const SequenceEnd& on_end = nullptr);
 
 // {"role", "content", "reasoning_content", "tool_calls", "finish_reason", "usage"}.

@@ -7,13 +7,13 @@
 #include <sstream>
 
 #include "CLI/CLI.hpp"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "services/base/status_macros.h"
 #include "services/diag/chat.h"
 #include "services/diag/commands.h"
 #include "services/diag/dump.h"
+#include "services/diag/generate_sampling.h"
 #include "services/engine/image_file.h"
 #include "services/engine/sequence_image.h"
 #include "services/text/chat_json.h"
@@ -28,13 +28,12 @@ struct GenerateFlags {
   std::optional<std::string> tokens;
   std::optional<std::string> restore;
   std::optional<std::string> save;
-  bool has_max_tokens = false;  // Given, not the default.
   std::string arithmetic = "reference";
   std::string device = "cpu";
   std::vector<std::string> patches;
   bool thinking = false;
   bool json = false;
-  engine::SamplingParams sampling;
+  GenerateSampling sampling;
   std::optional<int64_t> index_topk;
   int64_t chunk = 512;
   int64_t max_context = 65536;
@@ -55,13 +54,36 @@ engine::ImageTerms TermsOf(const LocalEngine& local) {
   return terms;
 }
 
-// Saves a sequence that has ended, when that was asked for.
-SequenceEnd SaveTo(LocalEngine& local, const GenerateFlags& flags) {
-  if (!flags.save.has_value()) return nullptr;
-  return [&local, path = *flags.save](const engine::Sequence& sequence) -> absl::Status {
+nlohmann::ordered_json LogprobJson(const kernels::TokenLogprob& token) {
+  return {{"token", token.id}, {"logprob", token.logprob}};
+}
+
+nlohmann::ordered_json LogprobsJson(const std::vector<kernels::TokenLogprobs>& tokens) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (const kernels::TokenLogprobs& token : tokens) {
+    nlohmann::ordered_json one = LogprobJson(token.chosen);
+    one["rank"] = token.rank;
+    one["top"] = nlohmann::ordered_json::array();
+    for (const kernels::TokenLogprob& top : token.top) one["top"].push_back(LogprobJson(top));
+    all.push_back(std::move(one));
+  }
+  return all;
+}
+
+// Of a sequence that has ended: saves it, when that was asked for, and adds to its `reply` what was
+// wanted beside the tokens.
+SequenceEnd EndOf(LocalEngine& local, const GenerateFlags& flags, nlohmann::ordered_json* reply) {
+  return [&local, &flags, reply](const engine::Sequence& sequence) -> absl::Status {
+    if (sequence.sampling.top_logprobs.has_value()) {
+      (*reply)["logprobs"] = LogprobsJson(sequence.logprobs);
+    }
+    if (sequence.sampling.top_prompt_logprobs.has_value()) {
+      (*reply)["prompt_logprobs"] = LogprobsJson(sequence.prompt_logprobs);
+    }
+    if (!flags.save.has_value()) return absl::OkStatus();
     ISTHMUS_ASSIGN_OR_RETURN(const std::vector<std::byte> image,
                              WriteSequenceImage(sequence, local.pool(), TermsOf(local)));
-    return engine::SaveImageFile(path, image);
+    return engine::SaveImageFile(*flags.save, image);
   };
 }
 
@@ -77,7 +99,9 @@ absl::StatusOr<engine::Sequence> Restore(LocalEngine& local, const GenerateFlags
     return absl::Status(sequence.status().code(),
                         absl::StrCat(path, ": ", sequence.status().message()));
   }
-  if (flags.has_max_tokens) sequence->sampling.max_tokens = flags.sampling.max_tokens;
+  if (flags.sampling.has_max_tokens) {
+    sequence->sampling.max_tokens = flags.sampling.params.max_tokens;
+  }
   const bool has_room = sequence->num_output_tokens() < sequence->sampling.max_tokens;
   if (sequence->finish == engine::FinishReason::kLength && has_room) {
     sequence->finish = engine::FinishReason::kNone;
@@ -85,11 +109,14 @@ absl::StatusOr<engine::Sequence> Restore(LocalEngine& local, const GenerateFlags
   return sequence;
 }
 
-absl::Status GenerateTokens(LocalEngine& local, const GenerateFlags& flags) {
+absl::Status GenerateTokens(LocalEngine& local, const GenerateFlags& flags,
+                            const engine::SamplingParams& sampling) {
   std::vector<int32_t> output;
+  nlohmann::ordered_json further = nlohmann::ordered_json::object();
   const auto on_token = [&](int32_t token) {
     output.push_back(token);
     if (!flags.json) std::cout << (output.size() == 1 ? "" : " ") << token << std::flush;
+    return true;
   };
   int64_t prompt_tokens = 0;
   TokenRun run;
@@ -97,21 +124,22 @@ absl::Status GenerateTokens(LocalEngine& local, const GenerateFlags& flags) {
     ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence, Restore(local, flags));
     prompt_tokens = sequence.num_prompt_tokens;
     ISTHMUS_ASSIGN_OR_RETURN(
-        run, RunSequence(local, std::move(sequence), on_token, SaveTo(local, flags)));
+        run, RunSequence(local, std::move(sequence), on_token, EndOf(local, flags, &further)));
   } else {
     // NOLINTNEXTLINE(bugprone-unchecked-optional-access): one of the two is given.
     ISTHMUS_ASSIGN_OR_RETURN(std::vector<int32_t> prompt, ReadTokenFile(*flags.tokens));
     prompt_tokens = static_cast<int64_t>(prompt.size());
-    ISTHMUS_ASSIGN_OR_RETURN(
-        run, RunTokens(local, std::move(prompt), flags.sampling, on_token, SaveTo(local, flags)));
+    ISTHMUS_ASSIGN_OR_RETURN(run, RunTokens(local, std::move(prompt), sampling, on_token,
+                                            EndOf(local, flags, &further)));
   }
   if (flags.json) {
-    const nlohmann::ordered_json reply = {{"tokens", output},
-                                          {"finish_reason", engine::FinishReasonName(run.finish)},
-                                          {"usage",
-                                           {{"prompt_tokens", prompt_tokens},
-                                            {"completion_tokens", run.output_tokens},
-                                            {"total_tokens", prompt_tokens + run.output_tokens}}}};
+    nlohmann::ordered_json reply = {{"tokens", output},
+                                    {"finish_reason", engine::FinishReasonName(run.finish)},
+                                    {"usage",
+                                     {{"prompt_tokens", prompt_tokens},
+                                      {"completion_tokens", run.output_tokens},
+                                      {"total_tokens", prompt_tokens + run.output_tokens}}}};
+    reply.update(further);
     std::cout << reply.dump();
   }
   std::cout << "\n";
@@ -130,11 +158,15 @@ absl::StatusOr<nlohmann::ordered_json> ReadBody(const GenerateFlags& flags) {
   return text::ParseChatJson(*flags.messages, text.str());
 }
 
-absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags) {
+absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags,
+                              const engine::SamplingParams& sampling) {
   ChatRequest request;
   ISTHMUS_ASSIGN_OR_RETURN(request.body, ReadBody(flags));
   request.thinking = flags.thinking;
-  request.sampling = flags.sampling;
+  request.sampling = sampling;
+  request.stops = flags.sampling.stops;
+  request.keeps_stop = flags.sampling.keeps_stop;
+  nlohmann::ordered_json further = nlohmann::ordered_json::object();
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalChat> chat,
                            LocalChat::Create(&local, flags.checkpoint));
   ISTHMUS_ASSIGN_OR_RETURN(const ChatReply reply, chat->Chat(
@@ -143,21 +175,35 @@ absl::Status GenerateFromChat(LocalEngine& local, const GenerateFlags& flags) {
                                                         if (!flags.json)
                                                           std::cout << text << std::flush;
                                                       },
-                                                      SaveTo(local, flags)));
-  if (flags.json) std::cout << ReplyJson(reply).dump();
+                                                      EndOf(local, flags, &further)));
+  if (flags.json) {
+    nlohmann::ordered_json json = ReplyJson(reply);
+    json.update(further);
+    std::cout << json.dump();
+  }
   std::cout << "\n";
   PrintFigures(reply.prompt_tokens, reply.output_tokens, reply.ttft_seconds, reply.seconds);
   return absl::OkStatus();
 }
 
-// CLI11 alone would take -1 and what exceeds 64 bits for the largest number.
-std::string SeedProblem(const std::string& text) {
-  uint64_t seed = 0;
-  if (absl::SimpleAtoi(text, &seed)) return "";
-  return absl::StrCat("\"", text, "\" is not a number from 0 to 18446744073709551615");
+absl::Status CheckFlags(const GenerateFlags& flags, bool has_tokens) {
+  const engine::SamplingParams& params = flags.sampling.params;
+  if (has_tokens && !flags.sampling.stops.empty()) {
+    return absl::InvalidArgumentError("--stop: token ids have no text, use --stop-token");
+  }
+  if (flags.save.has_value() && flags.sampling.num_replies > 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--save: takes one reply, --n is ", flags.sampling.num_replies));
+  }
+  if (!flags.json && (params.top_logprobs.has_value() || params.top_prompt_logprobs.has_value())) {
+    return absl::InvalidArgumentError("--logprobs, --prompt-logprobs: are printed with --json");
+  }
+  return absl::OkStatus();
 }
 
 absl::Status RunGenerate(const GenerateFlags& flags) {
+  const bool has_tokens = flags.tokens.has_value() || flags.restore.has_value();
+  ISTHMUS_RETURN_IF_ERROR(CheckFlags(flags, has_tokens));
   LocalEngineOptions options;
   options.checkpoint = flags.checkpoint;
   ISTHMUS_ASSIGN_OR_RETURN(options.arithmetic, ParseArithmetic(flags.arithmetic));
@@ -169,9 +215,12 @@ absl::Status RunGenerate(const GenerateFlags& flags) {
   options.max_sequences = 1;
   options.threads = flags.threads;
   ISTHMUS_ASSIGN_OR_RETURN(const std::unique_ptr<LocalEngine> local, LocalEngine::Create(options));
-  const bool has_tokens = flags.tokens.has_value() || flags.restore.has_value();
-  ISTHMUS_RETURN_IF_ERROR(has_tokens ? GenerateTokens(*local, flags)
-                                     : GenerateFromChat(*local, flags));
+  for (int reply = 0; reply < flags.sampling.num_replies; ++reply) {
+    ISTHMUS_ASSIGN_OR_RETURN(const engine::SamplingParams sampling,
+                             ParamsOf(flags.sampling, reply));
+    ISTHMUS_RETURN_IF_ERROR(has_tokens ? GenerateTokens(*local, flags, sampling)
+                                       : GenerateFromChat(*local, flags, sampling));
+  }
   // A reply that did not arrive is no success: a full disk, a closed pipe.
   if (!std::cout.flush()) return absl::UnavailableError("stdout: cannot write the whole reply");
   return absl::OkStatus();
@@ -199,24 +248,7 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
   command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
   command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
       ->delimiter(',');
-  CLI::Option* const max_tokens =
-      command
-          ->add_option("--max-tokens", flags->sampling.max_tokens,
-                       "Most output tokens; of a restored reply in all, default as saved")
-          ->capture_default_str();
-  command->add_option("--temperature", flags->sampling.temperature, "0: greedy")
-      ->excludes(restore)
-      ->capture_default_str();
-  command->add_option("--top-p", flags->sampling.top_p, "In (0, 1]")
-      ->excludes(restore)
-      ->capture_default_str();
-  command->add_option("--top-k", flags->sampling.top_k, "0: no limit")
-      ->excludes(restore)
-      ->capture_default_str();
-  command->add_option("--seed", flags->sampling.seed, "Of the sampler")
-      ->check(SeedProblem)
-      ->excludes(restore)
-      ->capture_default_str();
+  AddSamplingFlags(command, restore, flags->sampling);
   command
       ->add_option("--index-topk", flags->index_topk,
                    "Entries that the indexer chooses, instead of the checkpoint's")
@@ -231,10 +263,7 @@ void AddGenerateCommand(CLI::App& app, absl::Status& status) {
       ->check(CLI::Range(0, 256))
       ->capture_default_str();
   command->add_flag("--json", flags->json, "Print the parsed message as JSON");
-  command->callback([flags, max_tokens, &status] {
-    flags->has_max_tokens = max_tokens->count() > 0;
-    status = RunGenerate(*flags);
-  });
+  command->callback([flags, &status] { status = RunGenerate(*flags); });
 }
 
 }  // namespace isthmus::diag

@@ -52,16 +52,6 @@ std::string NewTransferId() {
 
 std::string NewRequestId() { return absl::StrFormat("r-%016x", NewIncarnation()); }
 
-uint64_t ReplySeed(uint64_t seed, uint32_t reply) {
-  if (reply == 0) return seed;
-  // The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), so that no two replies of a seed
-  // have the same one, nor replies of neighbouring seeds in a row.
-  uint64_t bits = seed ^ (uint64_t{reply} * 0x9e3779b97f4a7c15u);
-  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
-  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
-  return bits ^ (bits >> 31);
-}
-
 bool WriteAddressFile(const std::string& path, absl::string_view address) {
   if (path.empty()) return true;
   const std::string partial = absl::StrCat(path, ".part");

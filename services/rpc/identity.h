@@ -19,10 +19,6 @@ std::string NewTransferId();
 // "r-" and 16 hexadecimal digits.
 std::string NewRequestId();
 
-// The seed of reply number `reply` to a prompt: the request's own for the first one, a mix of both
-// for the others, so that replies of neighbouring seeds differ. Routers and workers agree on it.
-uint64_t ReplySeed(uint64_t seed, uint32_t reply);
-
 // Takes the bits of all of them from `next_bits` from now on; empty: from the machine's generator.
 // For simulations, which want the same names again. Not while another thread may draw.
 void SetIdentitySource(std::function<uint64_t()> next_bits);

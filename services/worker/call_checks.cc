@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/fault.h"
+#include "services/base/reply_seed.h"
 #include "services/base/request_limits.h"
 #include "services/engine/sampler.h"
 #include "services/rpc/identity.h"
@@ -65,7 +66,7 @@ engine::SamplingParams SamplingOf(const v1::SamplingParams& params) {
   // One too many are as good as any number for being refused.
   const auto most = static_cast<uint32_t>(kMaxReplies) + 1;
   for (uint32_t i = 1; i < std::min(params.num_replies(), most); ++i) {
-    sampling.further_seeds.push_back(rpc::ReplySeed(params.seed(), i));
+    sampling.further_seeds.push_back(ReplySeed(params.seed(), i));
   }
   if (params.has_repetition_penalty()) {
     sampling.repetition_penalty = static_cast<float>(params.repetition_penalty());

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "services/base/reply_seed.h"
 #include "services/rpc/identity.h"
 #include "services/worker/testing/worker_pair.h"
 
@@ -90,7 +91,7 @@ TEST(ReplyServicesTest, EachReplyIsWhatARequestWithItsSeedGetsAlone) {
     for (uint32_t i = 0; i < 4; ++i) {
       TestRequest single = RequestOf(length, 12);
       single.sampling.set_temperature(1.5);
-      single.sampling.set_seed(rpc::ReplySeed(9, i));
+      single.sampling.set_seed(ReplySeed(9, i));
       const TestReply alone = pair.Run(single);
       EXPECT_EQ(together.all[i].tokens, alone.tokens) << length << " tokens, reply " << i;
       EXPECT_EQ(together.all[i].digests, alone.digests) << length << " tokens, reply " << i;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "services/base/reply_seed.h"
 #include "services/rpc/identity.h"
 #include "tests/integration/cluster.h"
 #include "tests/integration/running_request.h"
@@ -104,7 +105,7 @@ TEST_F(SamplingTest, EachOfThreeRepliesIsThatOfARequestWithItsSeed) {
   for (uint32_t i = 0; i < 3; ++i) {
     const v1::ReplyEnd& end = together->outcome.ends[i];
     EXPECT_EQ(end.reply_index(), i);
-    EXPECT_EQ(end.seed(), rpc::ReplySeed(11, i));
+    EXPECT_EQ(end.seed(), ReplySeed(11, i));
     v1::GenerateRequest single = request;
     single.mutable_sampling()->set_num_replies(1);
     single.mutable_sampling()->set_seed(end.seed());
