@@ -30,6 +30,18 @@ std::span<const Patch* const> AllPatches() {
   return kAll;
 }
 
+std::map<std::string, bool> WithInvariantDefaults(std::map<std::string, bool> config) {
+  // Each takes rows of one phase or few of them, and rounds or adds as no other variant does. Told
+  // by running prefix hits, saved sequences and a disturbed engine on a GPU with one patch at a
+  // time (tests/fidelity), or by the phases that the patch names.
+  constexpr absl::string_view kBoundToRows[] = {
+      "attention.split_mma",   "attention.prefill_mma", "attention.prefill_widened",
+      "expert_choice.split_k", "indexer.fused_select",  "linear.swap_ab",
+      "linear.tiles_large"};
+  for (const absl::string_view name : kBoundToRows) config.try_emplace(std::string(name), false);
+  return config;
+}
+
 std::map<std::string, bool> NoPatches() {
   std::map<std::string, bool> off;
   for (const Patch* patch : AllPatches()) off[std::string(patch->name)] = false;

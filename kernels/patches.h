@@ -17,4 +17,9 @@ std::span<const Patch* const> AllPatches();
 // A configuration that switches every one of them off: the trusted paths alone.
 std::map<std::string, bool> NoPatches();
 
+// `config` for Exec::batch_invariant: patches with which few rows and many have different bits are
+// off unless `config` names them. With these a row's bits depend on which rows it is computed with,
+// so on chunks, prefix hits and where a saved sequence stopped.
+std::map<std::string, bool> WithInvariantDefaults(std::map<std::string, bool> config);
+
 }  // namespace isthmus::kernels

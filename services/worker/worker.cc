@@ -42,8 +42,11 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(const WorkerConfig& confi
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Assemble(const WorkerConfig& config,
                                                          v1::WorkerRole role, WorkerParts parts,
                                                          Clock& clock) {
-  ISTHMUS_ASSIGN_OR_RETURN(PatchSet patches,
-                           PatchSet::Resolve(kernels::AllPatches(), config.patches));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      PatchSet patches,
+      PatchSet::Resolve(kernels::AllPatches(), config.batch_invariant
+                                                   ? kernels::WithInvariantDefaults(config.patches)
+                                                   : config.patches));
   if (config.quarantine_time <= config.transfer_timeout) {
     return absl::InvalidArgumentError(absl::StrCat(
         "quarantine_time: is ", absl::FormatDuration(config.quarantine_time),

@@ -70,8 +70,7 @@ class EngineInvarianceTest : public testing::TestWithParam<std::tuple<Arithmetic
                              .arithmetic = std::get<0>(GetParam()),
                              .threads = 2,
                              .device = device,
-                             .batch_invariant = true,
-                             .patches = InvariantPatches(device)});
+                             .batch_invariant = true});
     ASSERT_TRUE(local.ok()) << local.status();
     local_ = *std::move(local);
   }

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/patches.h"
 #include "kernels/testing/inputs.h"
 #include "services/base/status_macros.h"
 
@@ -12,10 +11,6 @@ namespace isthmus::fidelity {
 
 std::string BundledPath(const std::string& relative) {
   return absl::StrCat(ISTHMUS_SOURCE_DIR, "/tests/golden/", relative);
-}
-
-std::map<std::string, bool> InvariantPatches(const std::string& device) {
-  return device == "cpu" ? std::map<std::string, bool>() : kernels::NoPatches();
 }
 
 absl::StatusOr<std::unique_ptr<diag::LocalEngine>> OpenEngine(const EngineChoice& choice) {

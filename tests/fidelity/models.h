@@ -35,11 +35,6 @@ struct EngineChoice {
 // A fresh engine; the caller owns it.
 absl::StatusOr<std::unique_ptr<diag::LocalEngine>> OpenEngine(const EngineChoice& choice);
 
-// The patches under which a sequence's bits depend on its tokens alone: on a GPU none, since those
-// of decode and those of prefill add in orders of their own, so that bits depend on which tokens
-// are computed one at a time, with batch_invariant too.
-std::map<std::string, bool> InvariantPatches(const std::string& device);
-
 // The tokens of `ids` that one dump needs: how it is cut into steps is the caller's.
 struct DumpChoice {
   diag::DumpSet set = diag::DumpSet::kGolden;

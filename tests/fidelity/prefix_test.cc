@@ -40,7 +40,6 @@ class PrefixTest : public testing::TestWithParam<std::tuple<Arithmetic, int, std
     options.threads = 1;
     options.device = device;
     options.batch_invariant = true;
-    options.patches = InvariantPatches(device);
     auto opened = diag::LocalEngine::Create(options);
     ASSERT_TRUE(opened.ok()) << opened.status();
     local_ = *std::move(opened);

@@ -74,8 +74,7 @@ class SavedSequenceTest : public testing::TestWithParam<std::tuple<Arithmetic, s
     const EngineChoice choice = {.checkpoint = BundledPath("tiny-random-3layer/nvfp4-cast"),
                                  .arithmetic = std::get<0>(GetParam()),
                                  .device = device,
-                                 .batch_invariant = true,
-                                 .patches = InvariantPatches(device)};
+                                 .batch_invariant = true};
     auto from = OpenEngine(choice);
     auto to = OpenEngine(choice);
     ASSERT_TRUE(from.ok() && to.ok()) << from.status() << to.status();
