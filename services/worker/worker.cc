@@ -90,7 +90,7 @@ absl::Status Worker::TakeModel(WorkerParts& parts) {
   ISTHMUS_ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(config_));
   ISTHMUS_ASSIGN_OR_RETURN(plan_, PlanWorker(config_, shape));
   workspace_.Reserve(shape.scratch_bytes);
-  if (config_.model_kind == "scripted") {
+  if (!shape.config.has_value()) {  // Scripted.
     const model::ScriptedOptions options = ScriptedOptionsOf(config_);
     ISTHMUS_ASSIGN_OR_RETURN(forward_, model::ScriptedForward::Create(options, clock_));
     values->set_checkpoint_fingerprint(model::ScriptedFingerprint(options));
