@@ -20,7 +20,7 @@
 namespace isthmus::kernels {
 namespace mma_scores {
 
-constexpr int kHeldRanks = 16;  // Of a row, in registers of a thread that selects.
+constexpr int kHeldRanks = 8;  // Of a row, in registers of a thread that selects.
 
 // A division is some 150 cycles in a row, before every tile.
 __device__ __forceinline__ unsigned PageNumber(const IndexerPass& pass, unsigned key) {
