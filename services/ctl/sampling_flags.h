@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "proto/request.pb.h"
 
-namespace CLI {
+namespace CLI {  // NOLINT(readability-identifier-naming): the library's own name.
 class App;
 }  // namespace CLI
 

@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "services/engine/sequence.h"
 
-namespace CLI {
+namespace CLI {  // NOLINT(readability-identifier-naming): the library's own name.
 class App;
 class Option;
 }  // namespace CLI
