@@ -107,7 +107,7 @@ HWY_NOINLINE void StreamPanels(const GemmPlan& plan, const float* x, int64_t row
                                GemmScratch* scratch) {
   const WeightView& w = plan.w;
   float* totals = scratch->totals;  // The sums of a group leave no registers for them.
-  std::fill_n(totals, kRows * kWidth * kPanelRows, 0.0f);
+  std::fill_n(totals, int64_t{kRows} * kWidth * kPanelRows, 0.0f);
   for (int64_t k0 = 0, kn = 0; k0 < w.cols; k0 += kn) {
     kn = BlockInputs(w, k0);
     PanelBlock blocks[kWidth];
