@@ -128,7 +128,7 @@ HWY_INLINE void TransposeBytes(uint8_t (&bytes)[16][16]) {
   ISTHMUS_UNROLL
   for (int round = 0; round < 4; ++round) {
     ISTHMUS_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    for (size_t i = 0; i < 8; ++i) {
       turned[2 * i] = hn::InterleaveLower(d, rows[i], rows[i + 8]);
       turned[2 * i + 1] = hn::InterleaveUpper(d, rows[i], rows[i + 8]);
     }
