@@ -30,7 +30,7 @@ std::span<const Patch* const> AllPatches() {
   return kAll;
 }
 
-std::map<std::string, bool> WithInvariantDefaults(std::map<std::string, bool> config) {
+absl::StatusOr<PatchSet> ResolvePatches(std::map<std::string, bool> config, bool batch_invariant) {
   // Each takes rows of one phase or few of them, and rounds or adds as no other variant does. Told
   // by running prefix hits, saved sequences and a disturbed engine on a GPU with one patch at a
   // time (tests/fidelity), or by the phases that the patch names.
@@ -38,8 +38,10 @@ std::map<std::string, bool> WithInvariantDefaults(std::map<std::string, bool> co
       "attention.split_mma",   "attention.prefill_mma", "attention.prefill_widened",
       "expert_choice.split_k", "indexer.fused_select",  "linear.swap_ab",
       "linear.tiles_large"};
-  for (const absl::string_view name : kBoundToRows) config.try_emplace(std::string(name), false);
-  return config;
+  if (batch_invariant) {
+    for (const absl::string_view name : kBoundToRows) config.try_emplace(std::string(name), false);
+  }
+  return PatchSet::Resolve(AllPatches(), config);
 }
 
 std::map<std::string, bool> NoPatches() {

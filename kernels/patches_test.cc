@@ -17,7 +17,7 @@ bool IsOn(const PatchSet& set, absl::string_view name) {
 }
 
 TEST(InvariantDefaultsTest, AreOffWhereFewRowsRoundAnotherWay) {
-  const auto set = PatchSet::Resolve(AllPatches(), WithInvariantDefaults({}));
+  const auto set = ResolvePatches({}, /*batch_invariant=*/true);
   ASSERT_TRUE(set.ok()) << set.status();
   for (const Patch* patch : AllPatches()) {
     const bool serves_both =
@@ -30,9 +30,8 @@ TEST(InvariantDefaultsTest, AreOffWhereFewRowsRoundAnotherWay) {
 }
 
 TEST(InvariantDefaultsTest, GiveWayToTheConfiguration) {
-  const auto set = PatchSet::Resolve(
-      AllPatches(),
-      WithInvariantDefaults({{"linear.swap_ab", true}, {"compressor.fused_insert", false}}));
+  const auto set = ResolvePatches({{"linear.swap_ab", true}, {"compressor.fused_insert", false}},
+                                  /*batch_invariant=*/true);
   ASSERT_TRUE(set.ok()) << set.status();
   EXPECT_TRUE(IsOn(*set, "linear.swap_ab"));
   EXPECT_FALSE(IsOn(*set, "compressor.fused_insert"));

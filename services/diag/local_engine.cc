@@ -33,11 +33,8 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
     ISTHMUS_RETURN_IF_ERROR(local->OpenDevice(device));
     views = local->device_weights_->views();
   }
-  ISTHMUS_ASSIGN_OR_RETURN(
-      local->patches_,
-      PatchSet::Resolve(kernels::AllPatches(), options.batch_invariant
-                                                   ? kernels::WithInvariantDefaults(options.patches)
-                                                   : options.patches));
+  ISTHMUS_ASSIGN_OR_RETURN(local->patches_,
+                           kernels::ResolvePatches(options.patches, options.batch_invariant));
   local->exec_.patches = &local->patches_;
   local->exec_.batch_invariant = options.batch_invariant;
   ISTHMUS_ASSIGN_OR_RETURN(

@@ -42,11 +42,8 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(const WorkerConfig& confi
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Assemble(const WorkerConfig& config,
                                                          v1::WorkerRole role, WorkerParts parts,
                                                          Clock& clock) {
-  ISTHMUS_ASSIGN_OR_RETURN(
-      PatchSet patches,
-      PatchSet::Resolve(kernels::AllPatches(), config.batch_invariant
-                                                   ? kernels::WithInvariantDefaults(config.patches)
-                                                   : config.patches));
+  ISTHMUS_ASSIGN_OR_RETURN(PatchSet patches,
+                           kernels::ResolvePatches(config.patches, config.batch_invariant));
   if (config.quarantine_time <= config.transfer_timeout) {
     return absl::InvalidArgumentError(absl::StrCat(
         "quarantine_time: is ", absl::FormatDuration(config.quarantine_time),
@@ -110,8 +107,6 @@ absl::Status Worker::LoadCheckpoint(const model::ModelConfig& model) {
   if (config_.index_topk > 0) options.index_topk = config_.index_topk;
   ISTHMUS_ASSIGN_OR_RETURN(const std::vector<int> devices, DevicesOf(config_));
   if (!devices.empty()) options.residency = model::WeightOptions::kMapped;
-  const auto arithmetic =
-      config_.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
   ISTHMUS_ASSIGN_OR_RETURN(weights_,
                            model::Weights::Load(config_.checkpoint, options, threads_.get()));
   if (devices.size() > 1) return OpenRanks(devices);
@@ -120,8 +115,8 @@ absl::Status Worker::LoadCheckpoint(const model::ModelConfig& model) {
     ISTHMUS_RETURN_IF_ERROR(OpenDevice(devices[0]));
     views = device_weights_->views();
   }
-  ISTHMUS_ASSIGN_OR_RETURN(forward_,
-                           model::ModelForward::Create(views, arithmetic, config_.page_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      forward_, model::ModelForward::Create(views, ArithmeticOf(config_), config_.page_tokens));
   return absl::OkStatus();
 }
 
@@ -139,8 +134,7 @@ absl::Status Worker::OpenDevice(int device) {
 absl::Status Worker::OpenRanks(const std::vector<int>& devices) {
   RankGroupOptions options;
   options.devices = devices;
-  options.arithmetic =
-      config_.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
+  options.arithmetic = ArithmeticOf(config_);
   options.page_tokens = config_.page_tokens;
   options.max_sequences = config_.max_sequences;
   // The last word comes before a probe finds the process not to be live.

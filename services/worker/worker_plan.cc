@@ -28,8 +28,7 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   const int device = devices.empty() ? -1 : devices[0];
   ISTHMUS_ASSIGN_OR_RETURN(const kernels::WeightFormat experts,
                            model::StoredExpertFormat(config.checkpoint, model));
-  const auto arithmetic =
-      config.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
+  const kernels::Arithmetic arithmetic = ArithmeticOf(config);
   ISTHMUS_ASSIGN_OR_RETURN(shape.layout, kernels::KvLayout::Create(model::GeometryOf(
                                              model, arithmetic, config.page_tokens)));
   shape.max_positions = model.max_position_embeddings;
@@ -83,6 +82,10 @@ model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
   options.step_time = config.scripted_step_time;
   options.prefill_token_time = config.scripted_prefill_token_time;
   return options;
+}
+
+kernels::Arithmetic ArithmeticOf(const WorkerConfig& config) {
+  return config.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
 }
 
 int NumThreads(const WorkerConfig& config) {

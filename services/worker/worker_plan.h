@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "absl/status/statusor.h"
+#include "kernels/core/arithmetic.h"
 #include "kernels/core/kv_layout.h"
 #include "services/engine/memory_plan.h"
 #include "services/model/model_config.h"
@@ -37,6 +38,8 @@ model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config);
 // The GPUs that the model runs on, one per rank; empty: the CPU. InvalidArgument: config.device
 // names no devices, or another number of them than config.tp.
 absl::StatusOr<std::vector<int>> DevicesOf(const WorkerConfig& config);
+
+kernels::Arithmetic ArithmeticOf(const WorkerConfig& config);
 
 // Threads of the kernels: as configured, or one per processor, 64 at most.
 int NumThreads(const WorkerConfig& config);
