@@ -405,17 +405,22 @@ HWY_INLINE F32x16 DecodeBf16x16(const uint16_t* p) {
   });
 }
 
-// fp8_e4m3 by way of f16: the code, moved up by 7 bits, is an f16 of 2^-8 times the value,
-// subnormals included. The NaN code is set apart, as it would read as 480.
-HWY_INLINE F32x16 DecodeE4m3x16(const uint8_t* p) {
-  const DF d;
+// The kLanes fp8_e4m3 codes at `p`, moved up by 7 bits: as f16, 2^-8 times their values, subnormals
+// included, and the NaN code as 480.
+HWY_INLINE auto LoadE4m3AsF16Bits(const uint8_t* p) {
   const hn::Rebind<int8_t, DF> d8;
   const hn::Rebind<int16_t, DF> d16;
+  const auto wide = hn::PromoteTo(d16, hn::LoadU(d8, reinterpret_cast<const int8_t*>(p)));
+  return hn::And(hn::ShiftLeft<7>(wide), hn::Set(d16, static_cast<int16_t>(0xbf80)));
+}
+
+// fp8_e4m3 by way of f16. The NaN code is set apart.
+HWY_INLINE F32x16 DecodeE4m3x16(const uint8_t* p) {
+  const DF d;
+  const hn::Rebind<int16_t, DF> d16;
   const hn::Rebind<hwy::float16_t, DF> dh;
-  const auto* codes = reinterpret_cast<const int8_t*>(p);
   return Parts16([&](size_t part) HWY_ATTR {
-    const auto wide = hn::PromoteTo(d16, hn::LoadU(d8, codes + part * kLanes));
-    const auto bits = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d16, static_cast<int16_t>(0xbf80)));
+    const auto bits = LoadE4m3AsF16Bits(p + part * kLanes);
     const auto magnitude = hn::And(bits, hn::Set(d16, 0x7fff));
     const auto is_nan = hn::Eq(magnitude, hn::Set(d16, 0x3f80));
     const auto to_quiet = hn::IfThenElseZero(is_nan, hn::Set(d16, 0x3f80 ^ 0x7e00));
@@ -426,15 +431,9 @@ HWY_INLINE F32x16 DecodeE4m3x16(const uint8_t* p) {
 
 // 2^-8 times the values of codes none of which is NaN: half the work.
 HWY_INLINE F32x16 DecodeHalfE4m3x16(const uint8_t* p) {
-  const DF d;
-  const hn::Rebind<int8_t, DF> d8;
-  const hn::Rebind<int16_t, DF> d16;
   const hn::Rebind<hwy::float16_t, DF> dh;
-  const auto* codes = reinterpret_cast<const int8_t*>(p);
   return Parts16([&](size_t part) HWY_ATTR {
-    const auto wide = hn::PromoteTo(d16, hn::LoadU(d8, codes + part * kLanes));
-    const auto bits = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d16, static_cast<int16_t>(0xbf80)));
-    return hn::PromoteTo(d, hn::BitCast(dh, bits));
+    return hn::PromoteTo(DF(), hn::BitCast(dh, LoadE4m3AsF16Bits(p + part * kLanes)));
   });
 }
 
