@@ -91,14 +91,15 @@ absl::Status ValidateSamplingBatch(const SamplingBatchArgs& args, int arch) {
   }
   if (logits.rows == 0) return absl::OkStatus();
   if (logits.data == nullptr || args.temperature == nullptr || args.top_p == nullptr ||
-      args.top_k == nullptr || args.seed == nullptr || args.counter == nullptr ||
-      args.tokens == nullptr) {
+      args.top_k == nullptr || args.min_p == nullptr || args.seed == nullptr ||
+      args.counter == nullptr || args.tokens == nullptr) {
     return absl::InvalidArgumentError(
         absl::StrCat("sampling: an array is null for ", logits.rows, " rows"));
   }
   if (IsDevice(arch)) return absl::OkStatus();
   for (int64_t t = 0; t < logits.rows; ++t) {
-    ISTHMUS_RETURN_IF_ERROR(ValidateSampling(args.temperature[t], args.top_p[t], args.top_k[t]));
+    ISTHMUS_RETURN_IF_ERROR(
+        ValidateSampling(args.temperature[t], args.top_p[t], args.top_k[t], args.min_p[t]));
   }
   return absl::OkStatus();
 }

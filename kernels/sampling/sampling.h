@@ -19,7 +19,7 @@
 //            of the edge between two tokens. Greedy choices are the same.
 // Devices    Sample: the CPU only. SampleBatch: all arrays are device memory; parameters are not
 //            checked there (a temperature that is not above 0 is greedy, a top_k below 1 is none,
-//            a top_p outside (0, 1) is 1). min_p is known to Sample alone.
+//            a top_p outside (0, 1) is 1, a min_p that is not above 0 is none, above 1 it is 1).
 // Workspace  On a CPU 20 * vocab bytes; none when greedy.
 // Phases     Prefill (the first token), decode.
 // Errors     InvalidArgument  Empty logits (on a GPU also 2^18 and more), no finite logit,
@@ -59,6 +59,7 @@ struct SamplingBatchArgs {
   const float* temperature = nullptr;  // [rows]
   const float* top_p = nullptr;        // [rows]
   const int32_t* top_k = nullptr;      // [rows]
+  const float* min_p = nullptr;        // [rows]
   const uint64_t* seed = nullptr;      // [rows]
   const uint64_t* counter = nullptr;   // [rows]
   int32_t* tokens = nullptr;           // [rows], out; -1: no logit of the row is finite
@@ -88,5 +89,8 @@ ISTHMUS_HOST_DEVICE inline float UniformAt(uint64_t seed, uint64_t counter) {
 
 // InvalidArgument naming the field and its value, as Sample would.
 absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k, float min_p = 0.0f);
+
+// Sample's error for a row without a finite logit, for who finds -1 in a batch.
+absl::Status NoFiniteLogit(int64_t vocabulary);
 
 }  // namespace isthmus::kernels

@@ -146,6 +146,7 @@ absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exe
                                                            .temperature = args.temperature[t],
                                                            .top_p = args.top_p[t],
                                                            .top_k = args.top_k[t],
+                                                           .min_p = args.min_p[t],
                                                            .seed = args.seed[t],
                                                            .counter = args.counter[t]},
                                                           exec);

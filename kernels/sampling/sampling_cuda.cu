@@ -80,6 +80,24 @@ __device__ uint64_t FirstRanked(const float* logits, int64_t vocab, Tally* talli
   return first;
 }
 
+// Of a token whose logit is finite; the likeliest has 1.
+__device__ float MassOf(const Row& row, float logit) {
+  return Exp((logit - row.largest) / row.temperature);
+}
+
+// Mass and number of the tokens that have at least `least` each.
+__device__ Tally TallyOfLikely(const Row& row, float least) {
+  Tally mine;
+  for (int64_t i = threadIdx.x; i < row.vocab; i += kThreads) {
+    if (!IsFinite(row.logits[i])) continue;
+    const float mass = MassOf(row, row.logits[i]);
+    if (mass < least) continue;
+    mine.mass += static_cast<uint64_t>(mass * kMassUnits);
+    mine.count += 1;
+  }
+  return BlockSum(mine, row.tallies);
+}
+
 // Mass and number of the tokens ranked up to and with (key, id).
 __device__ Tally TallyUpTo(const Row& row, uint32_t key, int64_t id) {
   Tally mine;
@@ -87,8 +105,7 @@ __device__ Tally TallyUpTo(const Row& row, uint32_t key, int64_t id) {
     const float logit = row.logits[i];
     const uint32_t own = DescendingKey(logit);
     if (!IsFinite(logit) || own > key || (own == key && i > id)) continue;
-    const float mass = Exp((logit - row.largest) / row.temperature);
-    mine.mass += static_cast<uint64_t>(mass * kMassUnits);
+    mine.mass += static_cast<uint64_t>(MassOf(row, logit) * kMassUnits);
     mine.count += 1;
   }
   return BlockSum(mine, row.tallies);
@@ -131,7 +148,7 @@ __device__ Edge FindEdge(const Row& row, const Goal& goal) {
   return edge;
 }
 
-__device__ int32_t Draw(const Row& row, float top_p, int32_t top_k, float uniform) {
+__device__ int32_t Draw(const Row& row, float top_p, int32_t top_k, float min_p, float uniform) {
   const Tally all = TallyUpTo(row, 0xffffffffu, row.vocab);
   uint64_t total = all.mass;
   if (top_k > 0 && static_cast<uint64_t>(top_k) < all.count) {
@@ -142,6 +159,10 @@ __device__ int32_t Draw(const Row& row, float top_p, int32_t top_k, float unifor
     const auto wanted =
         static_cast<uint64_t>(std::ceil(double{top_p} * static_cast<double>(total)));
     if (wanted < total) kept = FindEdge(row, {.mass = wanted, .count = 1}).tally.mass;
+  }
+  if (min_p > 0.0f) {  // Another prefix of the ranking: the shorter of the two stays.
+    const uint64_t likely = TallyOfLikely(row, min_p < 1.0f ? min_p : 1.0f).mass;
+    kept = likely < kept ? likely : kept;
   }
   // floor(uniform * kept) with the uniform number as 24 bits.
   const auto u = static_cast<uint64_t>(uniform * 0x1p24f);
@@ -156,6 +177,7 @@ __global__ __launch_bounds__(kThreads) void SampleBlockPerRow(
     const float* __restrict__ temperature,  // [rows]
     const float* __restrict__ top_p,        // [rows]
     const int32_t* __restrict__ top_k,      // [rows]
+    const float* __restrict__ min_p,        // [rows]
     const uint64_t* __restrict__ seed,      // [rows]
     const uint64_t* __restrict__ counter,   // [rows]
     int32_t* __restrict__ tokens) {         // [rows]
@@ -168,7 +190,7 @@ __global__ __launch_bounds__(kThreads) void SampleBlockPerRow(
     token = -1;
   } else if (row.temperature > 0.0f) {
     row.largest = row.logits[token];
-    token = Draw(row, top_p[t], top_k[t], UniformAt(seed[t], counter[t]));
+    token = Draw(row, top_p[t], top_k[t], min_p[t], UniformAt(seed[t], counter[t]));
   }
   if (threadIdx.x == 0) tokens[t] = token;
 }
@@ -180,8 +202,8 @@ absl::Status LaunchSampleBatchCuda(const SamplingBatchArgs& args, const Exec& ex
   return Launch("SampleBlockPerRow",
                 {.grid = dim3(static_cast<unsigned>(args.logits.rows)), .block = dim3(kThreads)},
                 exec, SampleBlockPerRow, args.logits.f32(0), args.logits.cols,
-                args.logits.row_stride, args.temperature, args.top_p, args.top_k, args.seed,
-                args.counter, args.tokens);
+                args.logits.row_stride, args.temperature, args.top_p, args.top_k, args.min_p,
+                args.seed, args.counter, args.tokens);
 }
 
 }  // namespace isthmus::kernels

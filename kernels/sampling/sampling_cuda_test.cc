@@ -29,19 +29,21 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 struct Batch {
   int64_t vocab = 0;
   std::vector<float> logits;  // [rows, vocab + 3]
-  std::vector<float> temperature, top_p;
+  std::vector<float> temperature, top_p, min_p;
   std::vector<int32_t> top_k;
   std::vector<uint64_t> seed, counter;
 
   int64_t rows() const { return static_cast<int64_t>(temperature.size()); }
   int64_t stride() const { return vocab + 3; }
-  void Add(const std::vector<float>& row, float t, float p, int32_t k, uint64_t at) {
+  void Add(const std::vector<float>& row, float t, float p, int32_t k, uint64_t at,
+           float least = 0.0f) {
     vocab = static_cast<int64_t>(row.size());
     logits.insert(logits.end(), row.begin(), row.end());
     logits.insert(logits.end(), 3, 1e30f);  // Read by nobody.
     temperature.push_back(t);
     top_p.push_back(p);
     top_k.push_back(k);
+    min_p.push_back(least);
     seed.push_back(99);
     counter.push_back(at);
   }
@@ -55,6 +57,7 @@ struct Batch {
                             .temperature = temperature[i],
                             .top_p = top_p[i],
                             .top_k = top_k[i],
+                            .min_p = min_p[i],
                             .seed = seed[i],
                             .counter = counter[i]},
                            Exec{});
@@ -88,6 +91,9 @@ Batch EveryKind(int64_t vocab, int draws) {
     batch.Add(logits, 0.6f, 0.95f, 0, at);
     batch.Add(logits, 1.5f, 1.0f, 40, at);
     batch.Add(logits, 3.0f, 0.3f, 5, at);
+    batch.Add(logits, 1.0f, 1.0f, 0, at, 0.2f);
+    batch.Add(logits, 2.0f, 0.9f, 30, at, 0.05f);
+    batch.Add(logits, 1.0f, 1.0f, 0, at, 1.0f);
     batch.Add(std::vector<float>(static_cast<size_t>(vocab), 2.5f), 1.0f, 0.7f, 0, at);
   }
   batch.Add(std::vector<float>(static_cast<size_t>(vocab), kNan), 1.0f, 1.0f, 0, 0);
@@ -103,12 +109,13 @@ TEST(SampleBatchTest, DrawsOnTheCpuAsSampleDoes) {
     args.temperature = batch.temperature.data();
     args.top_p = batch.top_p.data();
     args.top_k = batch.top_k.data();
+    args.min_p = batch.min_p.data();
     args.seed = batch.seed.data();
     args.counter = batch.counter.data();
     args.tokens = tokens.data();
     ASSERT_TRUE(SampleBatch(args, Exec{}).ok());
     EXPECT_EQ(tokens, batch.Expected());
-    args.seed = nullptr;
+    args.min_p = nullptr;
     EXPECT_EQ(SampleBatch(args, Exec{}).code(), absl::StatusCode::kInvalidArgument);
   }
 }
@@ -120,6 +127,7 @@ class SamplingCudaTest : public ::testing::TestWithParam<SamplingBatchVariant> {
     const DeviceCopy<float> temperature(batch.temperature);
     const DeviceCopy<float> top_p(batch.top_p);
     const DeviceCopy<int32_t> top_k(batch.top_k);
+    const DeviceCopy<float> min_p(batch.min_p);
     const DeviceCopy<uint64_t> seed(batch.seed);
     const DeviceCopy<uint64_t> counter(batch.counter);
     const DeviceCopy<int32_t> tokens(batch.rows());
@@ -127,6 +135,7 @@ class SamplingCudaTest : public ::testing::TestWithParam<SamplingBatchVariant> {
     args.temperature = temperature.data();
     args.top_p = top_p.data();
     args.top_k = top_k.data();
+    args.min_p = min_p.data();
     args.seed = seed.data();
     args.counter = counter.data();
     args.tokens = tokens.data();

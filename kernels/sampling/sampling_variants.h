@@ -41,7 +41,4 @@ inline constexpr absl::Status (*LaunchSampleBatchCuda)(const SamplingBatchArgs&,
                                                        const Exec&) = nullptr;
 #endif
 
-// The error of a row without a finite logit.
-absl::Status NoFiniteLogit(int64_t vocabulary);
-
 }  // namespace isthmus::kernels
