@@ -21,9 +21,21 @@ absl::Status CheckId(absl::string_view list, size_t index, int32_t id, int64_t v
       absl::StrCat("logit_edits: ", list, "[", index, "] is ", id, "; the vocabulary has ", vocab));
 }
 
-absl::Status CheckIds(absl::string_view list, std::span<const int32_t> ids, int64_t vocab) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    ISTHMUS_RETURN_IF_ERROR(CheckId(list, i, ids[i], vocab));
+absl::Status CheckMentions(std::span<const TokenMention> mentions, int64_t vocab) {
+  int64_t previous = -1;
+  for (size_t i = 0; i < mentions.size(); ++i) {
+    const auto [id, in_output] = mentions[i];
+    if (id > previous && id < vocab && in_output >= 0) {
+      previous = id;
+      continue;
+    }
+    ISTHMUS_RETURN_IF_ERROR(CheckId("mentions", i, id, vocab));
+    if (in_output < 0) {
+      return absl::InvalidArgumentError(absl::StrCat("logit_edits: mentions[", i, "] occurs ",
+                                                     in_output, " times; want at least 0"));
+    }
+    return absl::InvalidArgumentError(absl::StrCat("logit_edits: mentions[", i, "] is ", id,
+                                                   " behind ", previous, "; ids must ascend"));
   }
   return absl::OkStatus();
 }
@@ -47,9 +59,10 @@ absl::Status ValidateLogitEdits(const LogitEditsArgs& args) {
                                                    args.presence_penalty, "; both must be finite"));
   }
   const auto vocab = static_cast<int64_t>(args.logits.size());
-  ISTHMUS_RETURN_IF_ERROR(CheckIds("prompt_ids", args.prompt_ids, vocab));
-  ISTHMUS_RETURN_IF_ERROR(CheckIds("output_ids", args.output_ids, vocab));
-  ISTHMUS_RETURN_IF_ERROR(CheckIds("banned_ids", args.banned_ids, vocab));
+  ISTHMUS_RETURN_IF_ERROR(CheckMentions(args.mentions, vocab));
+  for (size_t i = 0; i < args.banned_ids.size(); ++i) {
+    ISTHMUS_RETURN_IF_ERROR(CheckId("banned_ids", i, args.banned_ids[i], vocab));
+  }
   for (size_t i = 0; i < args.biases.size(); ++i) {
     ISTHMUS_RETURN_IF_ERROR(CheckId("biases", i, args.biases[i].id, vocab));
     if (std::isfinite(args.biases[i].bias)) continue;

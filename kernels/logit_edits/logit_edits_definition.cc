@@ -15,19 +15,18 @@ absl::Status EditLogitsDefinition(const LogitEditsArgs& args, const Exec&) {
   float* logits = args.logits.data();
   for (int64_t i = 0; i < static_cast<int64_t>(args.logits.size()); ++i) {
     const auto id = static_cast<int32_t>(i);
-    const int64_t in_prompt = std::ranges::count(args.prompt_ids, id);
-    const int64_t in_output = std::ranges::count(args.output_ids, id);
+    const auto mention = std::ranges::find(args.mentions, id, &TokenMention::id);
+    const bool is_mentioned = mention != args.mentions.end();
+    const int32_t in_output = is_mentioned ? mention->in_output : 0;
     double biases = 0.0;
     for (const LogitBias& bias : args.biases) biases += bias.id == id ? double{bias.bias} : 0.0;
-    const bool is_touched = in_prompt + in_output > 0 || biases != 0.0;
-    if (is_touched && std::isfinite(logits[i])) {
+    if ((is_mentioned || biases != 0.0) && std::isfinite(logits[i])) {
       double logit = logits[i];
-      if (in_prompt + in_output > 0) {
+      if (is_mentioned) {
         logit = logit > 0.0 ? logit / args.repetition_penalty : logit * args.repetition_penalty;
       }
       if (in_output > 0) {
-        logit -= double{args.frequency_penalty} * static_cast<double>(in_output) +
-                 double{args.presence_penalty};
+        logit -= double{args.frequency_penalty} * in_output + double{args.presence_penalty};
       }
       logit += biases;
       constexpr double kLimit = std::numeric_limits<float>::max();

@@ -42,9 +42,13 @@ absl::Status CheckLists(const SamplingParams& sampling, const SamplerModel& mode
   return CheckTokenLists("", lists, model.vocab_size);
 }
 
-bool HasEdits(const SamplingParams& sampling) {
+bool HasPenalties(const SamplingParams& sampling) {
   return sampling.repetition_penalty != 1.0f || sampling.frequency_penalty != 0.0f ||
-         sampling.presence_penalty != 0.0f || !sampling.logit_bias.empty() ||
+         sampling.presence_penalty != 0.0f;
+}
+
+bool HasEdits(const SamplingParams& sampling) {
+  return HasPenalties(sampling) || !sampling.logit_bias.empty() ||
          !sampling.banned_token_ids.empty();
 }
 
@@ -74,17 +78,20 @@ class RowSampler {
 
   // Before the first draw. Whoever has edits takes no drafts, so all output is in the sequence.
   // `index` is that of the output token to be drawn.
-  absl::Status Edit(const Sequence& sequence, int64_t index, int32_t end_token_id) {
+  absl::Status Edit(Sequence& sequence, int64_t index, int32_t end_token_id) {
     const std::vector<int32_t> banned = BannedAt(sampling_, index, end_token_id);
     if (banned.empty() && !HasEdits(sampling_)) return absl::OkStatus();
-    const std::span<const int32_t> tokens = sequence.tokens;
-    const auto num_prompt = static_cast<size_t>(sequence.num_prompt_tokens);
+    std::span<const kernels::TokenMention> mentions;
+    if (HasPenalties(sampling_)) {
+      ISTHMUS_RETURN_IF_ERROR(CountTokens(sequence.tokens, sequence.num_prompt_tokens, logits_.size,
+                                          exec_.workspace, sequence.counts));
+      mentions = sequence.counts.mentions;
+    }
     auto* copy = scope_.Take<float>(logits_.size);
     std::copy_n(logits_.f32(), logits_.size, copy);
     edited_ = kernels::F32Vector(copy, logits_.size);
     return kernels::EditLogits({.logits = {copy, static_cast<size_t>(logits_.size)},
-                                .prompt_ids = tokens.first(num_prompt),
-                                .output_ids = tokens.subspan(num_prompt),
+                                .mentions = mentions,
                                 .repetition_penalty = sampling_.repetition_penalty,
                                 .frequency_penalty = sampling_.frequency_penalty,
                                 .presence_penalty = sampling_.presence_penalty,
@@ -157,8 +164,9 @@ absl::Status ValidateSamplingParams(const SamplingParams& sampling, const Sample
 
 int64_t DrawScratchBytes(int64_t vocab) {
   kernels::ScratchCount scratch;
+  scratch.Lend(CountScratchBytes(vocab));
   scratch.Take<float>(vocab);  // A copy where the request changes the logits.
-  scratch.Lend(kernels::EditLogitsScratchBytes(vocab));
+  scratch.Lend(kernels::EditLogitsScratchBytes(kMaxLogitBiases));
   scratch.Lend(kernels::SampleScratchBytes(vocab));
   return scratch.peak_bytes();
 }
@@ -181,7 +189,7 @@ FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
   return FinishReason::kNone;
 }
 
-absl::StatusOr<Gain> DrawTokens(const Sequence& sequence, std::span<const int32_t> drafted,
+absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> drafted,
                                 const kernels::VectorView& logits, const SamplerModel& model,
                                 const kernels::Exec& exec) {
   Gain gain;

@@ -48,8 +48,9 @@ struct Gain {
 };
 
 // `drafted`: tokens that the forward pass has accepted already; `logits`: the row behind the last
-// of them, [vocab], which is not changed. InvalidArgument: the row has no finite logit.
-absl::StatusOr<Gain> DrawTokens(const Sequence& sequence, std::span<const int32_t> drafted,
+// of them, [vocab], which is not changed. Of the sequence nothing changes but its `counts`, which
+// catch up with its tokens where they are asked for. InvalidArgument: the row has no finite logit.
+absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> drafted,
                                 const kernels::VectorView& logits, const SamplerModel& model,
                                 const kernels::Exec& exec);
 

@@ -11,6 +11,9 @@
 #include <ostream>
 #include <string>
 
+#include "kernels/core/workspace.h"
+#include "services/base/request_limits.h"
+
 namespace isthmus::engine {
 namespace {
 
@@ -41,12 +44,17 @@ std::vector<float> Ranked(const std::vector<int32_t>& ids) {
   return logits;
 }
 
-Gain Draw(const Sequence& sequence, const std::vector<int32_t>& drafted,
+Gain Draw(Sequence& sequence, const std::vector<int32_t>& drafted,
           const std::vector<float>& logits) {
   const absl::StatusOr<Gain> gain = DrawTokens(
       sequence, drafted, kernels::F32Vector(logits.data(), kVocab), kModel, kernels::Exec{});
   EXPECT_TRUE(gain.ok()) << gain.status();
   return gain.value_or(Gain());
+}
+
+Gain Draw(Sequence&& sequence, const std::vector<int32_t>& drafted,
+          const std::vector<float>& logits) {
+  return Draw(sequence, drafted, logits);
 }
 
 std::vector<int32_t> Ids(const std::vector<DrawnToken>& tokens) {
@@ -78,7 +86,7 @@ TEST(DrawTokensTest, AStepEndsAtTheFirstTokenThatEndsTheReply) {
               }
               if (finish != FinishReason::kNone) break;
             }
-            const Sequence sequence = SequenceOf(
+            Sequence sequence = SequenceOf(
                 {.max_tokens = max_tokens, .min_tokens = min_tokens, .stop_token_ids = {8, kStop}},
                 3);
             // The drawn token must be one that may be drawn at all.
@@ -109,12 +117,12 @@ TEST(DrawTokensTest, NothingBehindTheStopIsTold) {
 }
 
 TEST(DrawTokensTest, TheEndTokenMayBeIgnored) {
-  const Sequence ignoring = SequenceOf({.max_tokens = 50, .ignores_end_token = true}, 1);
+  Sequence ignoring = SequenceOf({.max_tokens = 50, .ignores_end_token = true}, 1);
   const Gain gain = Draw(ignoring, {kEnd, 5}, Ranked({kEnd}));
   EXPECT_EQ(Ids(gain.tokens), (std::vector<int32_t>{kEnd, 5, kEnd}));
   EXPECT_EQ(gain.finish, FinishReason::kNone);
   // Whoever names it as a stop token wants it to stop.
-  const Sequence naming =
+  Sequence naming =
       SequenceOf({.max_tokens = 50, .stop_token_ids = {kEnd}, .ignores_end_token = true}, 1);
   EXPECT_EQ(Draw(naming, {}, Ranked({kEnd})).finish, FinishReason::kStop);
 }
@@ -150,6 +158,72 @@ TEST(DrawTokensTest, PenaltiesBiasesAndBansChangeWhatIsDrawn) {
   EXPECT_EQ(drawn({.logit_bias = {{9, 1.0f}}}), 9);
   EXPECT_EQ(drawn({.logit_bias = {{7, 0.5f}}}), 2);  // Equal to the first: the smaller id.
   EXPECT_EQ(drawn({.banned_token_ids = {2, 4}}), 7);
+}
+
+// Of every length of the reply, drawn by a sequence that goes on and by one that begins there, as
+// after a handoff, a fork or an image.
+TEST(DrawTokensTest, PenaltiesCountTokensAsTheyComeAndAnew) {
+  SamplingParams sampling = {.temperature = 1.0f,
+                             .seed = 9,
+                             .repetition_penalty = 1.7f,
+                             .frequency_penalty = 0.4f,
+                             .presence_penalty = -0.3f,
+                             .max_tokens = 300,
+                             .ignores_end_token = true};
+  Sequence whole = SequenceOf(sampling);
+  for (int i = 0; i < 200; ++i) {
+    std::vector<float> logits(kVocab);
+    for (size_t id = 0; id < logits.size(); ++id) {
+      logits[id] = 0.25f * static_cast<float>((id * 7 + static_cast<size_t>(i) * 5) % 16) - 1.5f;
+    }
+    Sequence anew = SequenceOf(sampling);
+    anew.tokens = whole.tokens;
+    anew.num_draws = whole.num_draws;
+    // The same by hand: edited logits, drawn without penalties.
+    Sequence plain = SequenceOf({.temperature = 1.0f, .seed = 9, .max_tokens = 300});
+    plain.tokens = whole.tokens;
+    plain.num_draws = whole.num_draws;
+    std::vector<float> edited = logits;
+    for (int32_t id = 0; id < kVocab; ++id) {
+      const auto& tokens = whole.tokens;
+      if (std::ranges::count(tokens, id) == 0) continue;
+      const auto in_output = std::count(tokens.begin() + 2, tokens.end(), id);
+      double logit = logits[static_cast<size_t>(id)];
+      logit = logit > 0.0 ? logit / 1.7f : logit * 1.7f;
+      if (in_output > 0) logit -= double{0.4f} * static_cast<double>(in_output) + double{-0.3f};
+      edited[static_cast<size_t>(id)] = static_cast<float>(logit);
+    }
+    const int32_t expected = Draw(plain, {}, edited).tokens[0].id;
+    ASSERT_EQ(Draw(anew, {}, logits).tokens[0].id, expected) << i;
+    Gain gain = Draw(whole, {}, logits);
+    ASSERT_EQ(gain.tokens[0].id, expected) << i;
+    Append(std::move(gain), whole);
+  }
+  EXPECT_EQ(whole.counts.num_counted, 201);
+  EXPECT_GT(whole.counts.mentions.size(), 8u);
+}
+
+TEST(DrawTokensTest, CountsNothingUnlessAPenaltyAsks) {
+  Sequence sequence = SequenceOf({.logit_bias = {{7, 1.0f}}, .max_tokens = 50}, 3);
+  Draw(sequence, {}, Ranked({2}));
+  EXPECT_EQ(sequence.counts.num_counted, 0);
+  EXPECT_EQ(sequence.counts.mentions.capacity(), 0u);
+}
+
+TEST(DrawTokensTest, TakeNoMoreScratchThanIsPlanned) {
+  constexpr int64_t kMany = 5000;
+  std::vector<float> logits(kMany);
+  for (int64_t id = 0; id < kMany; ++id) logits[id] = 0.001f * static_cast<float>(id * 37 % kMany);
+  SamplingParams sampling = {.temperature = 1.0f, .repetition_penalty = 1.3f, .max_tokens = 50};
+  for (int32_t id = 0; id < kMaxLogitBiases; ++id) sampling.logit_bias.push_back({id, 0.5f});
+  SamplerModel large = kModel;
+  large.vocab_size = kMany;
+  Sequence sequence = SequenceOf(sampling, 200);
+  kernels::Workspace workspace;
+  ASSERT_TRUE(DrawTokens(sequence, {}, kernels::F32Vector(logits.data(), kMany), large,
+                         kernels::Exec{.workspace = &workspace})
+                  .ok());
+  EXPECT_EQ(workspace.peak_bytes(), DrawScratchBytes(kMany));
 }
 
 TEST(DrawTokensTest, LogprobsAndDigestsAreOfTheModelsOwnLogits) {

@@ -12,6 +12,7 @@
 #include "services/base/prefix_hash.h"
 #include "services/base/urgency.h"
 #include "services/engine/admission.h"
+#include "services/engine/token_counts.h"
 #include "services/kv/sequence_cache.h"
 
 namespace isthmus::engine {
@@ -93,6 +94,8 @@ struct Sequence {
   // Draws made so far, one per output token, drafted ones included, so that it does not matter how
   // many tokens a step gains: with the seed the whole state of the sampler. Travels in the handoff.
   uint64_t num_draws = 0;
+  // Of `tokens`, as far as a penalty has asked for them.
+  TokenCounts counts;
   // When wanted: CRC32C of the f32 logits that each output token was drawn from; 0 for a drafted
   // one, which was not drawn from a row that anybody sees.
   std::vector<uint32_t> logits_crc32c;
