@@ -8,6 +8,7 @@
 #include "kernels/compressor/compressor_variants.h"
 #include "kernels/core/choose.h"
 #include "kernels/core/formats.h"
+#include "kernels/core/index_key.h"
 #include "kernels/core/sequence_check.h"
 #include "services/base/status_macros.h"
 
@@ -75,7 +76,10 @@ absl::Status ValidatePlanes(const CompressorArgs& args) {
   int64_t bytes = 4 * args.dim;
   if (args.is_index_key) {
     format = reference ? EntryFormat::kKeyFp4 : EntryFormat::kKeyF32;
-    if (reference) bytes = args.dim / 2;
+    if (HasIndexKeyFormat(args.arithmetic, args.entry_plane.format)) {
+      format = args.entry_plane.format;
+    }
+    bytes = IndexKeyBytes(format, args.dim);
   } else if (reference) {
     format = EntryFormat::kKvFp8;
     bytes = args.dim + args.rope_dim;

@@ -7,7 +7,8 @@
 //              with channels [dim, 2 dim). For j = 0 the previous four contribute nothing.
 // then round -> RMSNorm(norm_weight) -> RoPE on the last rope_dim at position ratio * j -> the
 // cache round trip: fp8 of the other dims in blocks of 64 (main), or Hadamard and fp4 in blocks of
-// 32 (indexer). Neither in math arithmetic.
+// 32 (indexer; or fp8 with one scale, or nothing after bf16, as the format of entry_plane says).
+// Neither in math arithmetic.
 //
 // Shapes     u, g: [rows, width], width = dim (ratio 128) or 2 * dim (ratio 4); g without ape on
 //            entry. ape: [ratio, width]. norm_weight: [dim]. frequency: [rope_dim / 2].
@@ -51,7 +52,7 @@ struct CompressorArgs {
   int64_t rope_dim = 64;
   int64_t ratio = 4;  // 4 or 128
   float epsilon = 1e-6f;
-  bool is_index_key = false;  // Hadamard + fp4 instead of fp8.
+  bool is_index_key = false;  // Hadamard, then the format of entry_plane.
 
   std::span<const SequenceKv> sequences;
   const DeviceBatch* device_batch = nullptr;  // On a GPU instead of `sequences`, which are empty.

@@ -37,6 +37,8 @@ const BoundCase kBoundCases[] = {
     {"Ratio4Reference", {512, 4, false, Arithmetic::kReference}, 256},
     {"Ratio128Reference", {512, 128, false, Arithmetic::kReference}, 2048},
     {"IndexReference", {128, 4, true, Arithmetic::kReference}, 512},
+    {"IndexFp8", {128, 4, true, Arithmetic::kReference, EntryFormat::kKeyFp8}, 512},
+    {"IndexBf16", {128, 4, true, Arithmetic::kReference, EntryFormat::kKeyBf16}, 512},
 };
 
 class CompressorBoundTest
@@ -71,7 +73,8 @@ TEST_P(CompressorBoundTest, StaysWithinItsBound) {
   for (size_t i = 0; i < exact.size(); ++i) {
     const float got = out.values()[i];
     const float larger = std::max(std::fabs(got), std::fabs(exact[i]));
-    const float step = c.shape.is_index_key ? std::max(0.5f * larger, 0.6f) : 0.13f * larger;
+    const bool is_fp4 = sequence.entry_plane().format == EntryFormat::kKeyFp4;
+    const float step = is_fp4 ? std::max(0.5f * larger, 0.6f) : 0.13f * larger;
     EXPECT_LE(std::fabs(got - exact[i]), step + 1e-3f) << "at " << i;
   }
 }
@@ -106,6 +109,8 @@ const BitsCase kBitsCases[] = {
     {"Ratio128Reference", {128, 128, false, Arithmetic::kReference}, 401},
     {"IndexMath", {128, 4, true, Arithmetic::kMath}, 303},
     {"IndexReference", {128, 4, true, Arithmetic::kReference}, 303},
+    {"IndexFp8", {128, 4, true, Arithmetic::kReference, EntryFormat::kKeyFp8}, 303},
+    {"IndexBf16", {128, 4, true, Arithmetic::kReference, EntryFormat::kKeyBf16}, 303},
 };
 
 class CompressorBitsTest : public ::testing::TestWithParam<BitsCase> {

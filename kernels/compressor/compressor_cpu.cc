@@ -11,6 +11,7 @@
 
 #include "kernels/compressor/compressor_variants.h"
 #include "kernels/core/hadamard.h"
+#include "kernels/core/index_key.h"
 #include "kernels/core/math.h"
 #include "kernels/core/quantise.h"
 #include "kernels/core/scratch_count.h"
@@ -112,8 +113,10 @@ void StoreEntry(const CompressorArgs& args, std::byte* data, std::byte* scale, f
     const float factor = 1.0f / std::sqrt(static_cast<float>(args.dim));
     for (int64_t d = 0; d < args.dim; ++d) z[d] *= factor;
     RoundBf16Row(z, args.dim, z);
-    EncodeIndexKey(z, dim, data, scale);
-    if (args.entries != nullptr) DecodeIndexKey(data, scale, dim, z);
+    const EntryFormat format = args.entry_plane.format;
+    EncodeIndexKeyAs(format, z, dim, data, scale);
+    if (args.entries == nullptr) return;
+    for (int64_t d = 0; d < args.dim; ++d) z[d] = IndexKeyValue(format, data, scale, d);
   } else {
     const auto rope_dim = static_cast<int>(args.rope_dim);
     EncodeKvEntry(z, dim, rope_dim, data, scale);

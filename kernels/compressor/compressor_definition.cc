@@ -90,20 +90,22 @@ void Rotate(const CompressorArgs& args, int64_t position, std::vector<Real>& z) 
 // The cache round trip of values on the bf16 grid.
 template <typename Real>
 void RoundTrip(const CompressorArgs& args, std::vector<Real>& z) {
-  const auto block = static_cast<size_t>(args.is_index_key ? kIndexKeyBlock : kKvNopeBlock);
+  if (args.is_index_key && args.entry_plane.format == EntryFormat::kKeyBf16) return;
+  const bool is_fp4 = args.is_index_key && args.entry_plane.format == EntryFormat::kKeyFp4;
   const auto end = static_cast<size_t>(args.is_index_key ? args.dim : args.dim - args.rope_dim);
+  auto block = static_cast<size_t>(is_fp4 ? kIndexKeyBlock : kKvNopeBlock);
+  if (args.is_index_key && !is_fp4) block = end;  // An fp8 key has one scale.
   for (size_t begin = 0; begin < end; begin += block) {
     const size_t stop = std::min(end, begin + block);
     float amax = 0.0f;
     for (size_t d = begin; d < stop; ++d) {
       amax = std::max(amax, std::fabs(static_cast<float>(z[d])));
     }
-    const int exponent = args.is_index_key ? Fp4ScaleExponent(amax) : Fp8ScaleExponent(amax);
+    const int exponent = is_fp4 ? Fp4ScaleExponent(amax) : Fp8ScaleExponent(amax);
     const float scale = PowerOfTwo(exponent);
     for (size_t d = begin; d < stop; ++d) {
       const float x = static_cast<float>(z[d]) / scale;
-      z[d] =
-          scale * (args.is_index_key ? Fp4E2m1Value(Fp4E2m1Code(x)) : Fp8E4m3Value(Fp8E4m3Code(x)));
+      z[d] = scale * (is_fp4 ? Fp4E2m1Value(Fp4E2m1Code(x)) : Fp8E4m3Value(Fp8E4m3Code(x)));
     }
   }
 }

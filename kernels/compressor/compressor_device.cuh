@@ -158,6 +158,35 @@ __device__ __forceinline__ int ScaleExponentOf(const float* x) {
   return kBlock == kIndexKeyBlock ? Fp4ScaleExponent(largest) : Fp8ScaleExponent(largest);
 }
 
+// The entry as fp8 with one scale, or as the bf16 that it is; z becomes what a reader decodes. The
+// scale is found by each warp for itself: a key is short.
+__device__ __forceinline__ void StoreWideIndexKey(const CompressorParams& params, std::byte* data,
+                                                  std::byte* scale, float* z) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  if (params.entry_plane.format == EntryFormat::kKeyBf16) {
+    for (int d = thread; d < params.dim; d += threads) {
+      reinterpret_cast<uint16_t*>(data)[d] = Bf16Bits(z[d]);
+    }
+    __syncthreads();
+    return;
+  }
+  float largest = 0.0f;
+  for (int d = thread % kWarpLanes; d < params.dim; d += kWarpLanes) {
+    largest = fmaxf(largest, fabsf(z[d]));
+  }
+  const int exponent = Fp8ScaleExponent(WarpMax(largest));
+  __syncthreads();  // All have read z.
+  if (thread == 0) *reinterpret_cast<float*>(scale) = PowerOfTwo(exponent);
+  const float inverse = 1.0f / PowerOfTwo(exponent);
+  for (int d = thread; d < params.dim; d += threads) {
+    const uint8_t code = Fp8E4m3Code(z[d] * inverse);
+    data[d] = static_cast<std::byte>(code);
+    z[d] = Fp8E4m3Value(code) * PowerOfTwo(exponent);
+  }
+  __syncthreads();
+}
+
 // The entry as fp4 pairs; z becomes what a reader decodes. A warp a block of 32.
 __device__ __forceinline__ void StoreIndexKey(const CompressorParams& params, std::byte* data,
                                               std::byte* scale, float* z) {
@@ -224,7 +253,11 @@ __device__ __forceinline__ void FinishEntry(const CompressorParams& params,
     for (int d = thread; d < params.dim; d += threads) row[d] = z[d];
   } else if (params.is_index_key) {
     TransformEntry(params, z);
-    StoreIndexKey(params, data, scale, z);
+    if (params.entry_plane.format == EntryFormat::kKeyFp4) {
+      StoreIndexKey(params, data, scale, z);
+    } else {
+      StoreWideIndexKey(params, data, scale, z);
+    }
   } else {
     StoreKvEntry(params, data, scale, z);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "kernels/compressor/compressor_variants.h"
@@ -16,6 +17,7 @@ struct CompressorShape {
   int ratio = 4;
   bool is_index_key = false;
   Arithmetic arithmetic = Arithmetic::kMath;
+  std::optional<EntryFormat> key_format = std::nullopt;  // Of index keys; unset: the arithmetic's.
 };
 
 inline KvLayout LayoutOf(const CompressorShape& shape) {
@@ -24,6 +26,7 @@ inline KvLayout LayoutOf(const CompressorShape& shape) {
   geometry.head_dim = shape.is_index_key ? 128 : shape.dim;
   geometry.index_head_dim = shape.is_index_key ? shape.dim : 128;
   geometry.arithmetic = shape.arithmetic;
+  geometry.index_key_format = shape.key_format;
   return *KvLayout::Create(geometry);
 }
 

@@ -49,6 +49,9 @@ void SetFormat(CacheKind& kind, EntryFormat format, int dim, int rope_dim) {
   }
 }
 
+constexpr EntryFormat kIndexKeyFormats[] = {EntryFormat::kKeyFp4, EntryFormat::kKeyFp8,
+                                            EntryFormat::kKeyBf16, EntryFormat::kKeyF32};
+
 absl::Status Validate(const KvGeometry& g) {
   if (g.page_tokens <= 0 || g.page_tokens % 128 != 0) {
     return absl::InvalidArgumentError(
@@ -65,8 +68,7 @@ absl::Status Validate(const KvGeometry& g) {
         absl::StrCat("index_head_dim is ", g.index_head_dim, ", must be a multiple of 32"));
   }
   const EntryFormat key = g.index_key_format.value_or(EntryFormat::kKeyFp4);
-  if (key != EntryFormat::kKeyFp4 && key != EntryFormat::kKeyFp8 && key != EntryFormat::kKeyBf16 &&
-      key != EntryFormat::kKeyF32) {
+  if (IndexKeyFormatName(key).empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("index_key_format is ", static_cast<int>(key), ", no format of index keys"));
   }
@@ -84,6 +86,44 @@ absl::Status Validate(const KvGeometry& g) {
 }
 
 }  // namespace
+
+absl::string_view IndexKeyFormatName(EntryFormat format) {
+  switch (format) {
+    case EntryFormat::kKeyFp4:
+      return "fp4";
+    case EntryFormat::kKeyFp8:
+      return "fp8";
+    case EntryFormat::kKeyBf16:
+      return "bf16";
+    case EntryFormat::kKeyF32:
+      return "f32";
+    case EntryFormat::kKvFp8:
+    case EntryFormat::kKvF32:
+    case EntryFormat::kStateRow:
+      return "";
+  }
+  return "";
+}
+
+bool HasIndexKeyFormat(Arithmetic arithmetic, EntryFormat format) {
+  const bool is_f32 = format == EntryFormat::kKeyF32;
+  return !IndexKeyFormatName(format).empty() && is_f32 == (arithmetic == Arithmetic::kMath);
+}
+
+absl::StatusOr<std::optional<EntryFormat>> ParseIndexKeyFormat(absl::string_view name,
+                                                               Arithmetic arithmetic) {
+  if (name == "default") return std::optional<EntryFormat>();
+  for (const EntryFormat format : kIndexKeyFormats) {
+    if (IndexKeyFormatName(format) != name) continue;
+    if (HasIndexKeyFormat(arithmetic, format)) return std::optional<EntryFormat>(format);
+    const bool is_math = arithmetic == Arithmetic::kMath;
+    return absl::InvalidArgumentError(
+        absl::StrCat("is \"", name, "\", but arithmetic ", is_math ? "math" : "reference",
+                     " stores index keys as ", is_math ? "f32" : "fp4, fp8 or bf16"));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("is \"", name, "\", want default, fp4, fp8, bf16 or f32"));
+}
 
 absl::StatusOr<KvLayout> KvLayout::Create(const KvGeometry& geometry) {
   if (absl::Status status = Validate(geometry); !status.ok()) return status;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "kernels/core/arithmetic.h"
 
 namespace isthmus::kernels {
@@ -31,6 +32,18 @@ enum class EntryFormat : uint8_t {
   kKeyFp8,    // index_head_dim fp8_e4m3 | scale: one f32, a power of two
   kKeyBf16,   // index_head_dim bf16
 };
+
+// The name of a format of index keys: fp4, fp8, bf16 or f32; empty for other formats.
+absl::string_view IndexKeyFormatName(EntryFormat format);
+
+// Those that an arithmetic can store: f32 in math, which quantises no keys; the others in
+// reference, where fp4 is what the model's author rounds to and fp8 and bf16 round less.
+bool HasIndexKeyFormat(Arithmetic arithmetic, EntryFormat format);
+
+// "default", which is unset, or a name as above. InvalidArgument: another name, or a format that
+// `arithmetic` does not store.
+absl::StatusOr<std::optional<EntryFormat>> ParseIndexKeyFormat(absl::string_view name,
+                                                               Arithmetic arithmetic);
 
 // The kinds, in the order of KvLayout::kinds. Kinds up to kNumPagedKinds grow with the sequence.
 enum CacheKindIndex : int {  // NOLINT(performance-enum-size): an int, as every index is.
