@@ -15,6 +15,13 @@ constexpr size_t kMinBlockBytes = size_t{1} << 20;
 
 }  // namespace
 
+Workspace::Workspace(std::byte* part, int64_t bytes) : memory_(kHost) {
+  Block block;
+  block.start = part;
+  block.size = static_cast<size_t>(bytes);
+  blocks_.push_back(std::move(block));
+}
+
 Workspace::Scope::Scope(Workspace* workspace)
     : workspace_(workspace), block_(0), used_(0), live_(0) {
   if (workspace_ == nullptr) {
@@ -41,9 +48,11 @@ void Workspace::AddBlock(size_t size) {
       CheckFailed(__FILE__, __LINE__, std::string(buffer.status().message()).c_str());
     }
     block.device = *std::move(buffer);
+    block.start = block.device.data();
   } else {
     block.bytes.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, size)));
     ISTHMUS_CHECK(block.bytes != nullptr);
+    block.start = block.bytes.get();
   }
   blocks_.push_back(std::move(block));
 }
@@ -66,8 +75,7 @@ void* Workspace::TakeBytes(size_t bytes) {
     const size_t last = blocks_.empty() ? 0 : blocks_.back().size;
     AddBlock(std::max({bytes, kMinBlockBytes, 2 * last}));
   }
-  const Block& block = blocks_[block_];
-  void* out = (memory_ == kDevice ? block.device.data() : block.bytes.get()) + used_;
+  void* out = blocks_[block_].start + used_;
   used_ += bytes;
   return out;
 }

@@ -21,6 +21,9 @@ class Workspace {
  public:
   enum Memory : uint8_t { kHost, kDevice };
   explicit Workspace(Memory memory = kHost) : memory_(memory) {}
+  // Begins with `bytes` bytes at `part`, which another workspace gave out aligned: scratch for one
+  // of several threads.
+  Workspace(std::byte* part, int64_t bytes);
 
   // Gives back everything that was taken since it was made.
   class Scope {
@@ -64,8 +67,9 @@ class Workspace {
     void operator()(std::byte* p) const { std::free(p); }
   };
   struct Block {
-    std::unique_ptr<std::byte, Free> bytes;  // kHost
+    std::unique_ptr<std::byte, Free> bytes;  // kHost, unless another workspace's
     DeviceBuffer device;                     // kDevice
+    std::byte* start = nullptr;
     size_t size = 0;
   };
   static constexpr int64_t kAlign = 64;

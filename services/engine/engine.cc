@@ -202,17 +202,22 @@ absl::Status Engine::Sample(Pass& pass) {
     return kernels::F32Vector(logits_ + static_cast<int64_t>(index) * vocab, vocab);
   };
   for (Pass::PromptRows& prompt : pass.prompts) {
-    for (size_t i = 0; i < prompt.logprobs.size(); ++i) {
+    const auto look = [&](int64_t index, const kernels::Exec& exec) -> absl::Status {
+      const auto i = static_cast<size_t>(index);
       const size_t token = static_cast<size_t>(prompt.first_token) + i;
       ISTHMUS_ASSIGN_OR_RETURN(
           prompt.logprobs[i],
           kernels::Logprobs({.logits = row(prompt.first_logit_row + i),
                              .chosen = prompt.sequence->tokens[token],
                              .num_top = prompt.sequence->sampling.top_prompt_logprobs.value_or(0)},
-                            sampling_exec_));
-    }
+                            exec));
+      return absl::OkStatus();
+    };
+    const auto count = static_cast<int64_t>(prompt.logprobs.size());
+    ISTHMUS_RETURN_IF_ERROR(ForEachRow(count, vocab, sampling_exec_, look));
   }
-  for (Pass::Caught& caught : pass.caught_up) {
+  const auto draw = [&](int64_t index, const kernels::Exec& exec) -> absl::Status {
+    Pass::Caught& caught = pass.caught_up[static_cast<size_t>(index)];
     std::span<const int32_t> accepted;
     if (!pass.accepted.empty()) accepted = pass.accepted[caught.logit_row];
     const int64_t limit = pass.limits[caught.logit_row];
@@ -221,10 +226,12 @@ absl::Status Engine::Sample(Pass& pass) {
                                               " tokens of at most ", limit));
     }
     ISTHMUS_ASSIGN_OR_RETURN(
-        caught.gain, DrawTokens(*caught.sequence, accepted, row(caught.logit_row), SamplerModelOf(),
-                                sampling_exec_));
-  }
-  return absl::OkStatus();
+        caught.gain,
+        DrawTokens(*caught.sequence, accepted, row(caught.logit_row), SamplerModelOf(), exec));
+    return absl::OkStatus();
+  };
+  const auto num_draws = static_cast<int64_t>(pass.caught_up.size());
+  return ForEachRow(num_draws, vocab, sampling_exec_, draw);
 }
 
 void Engine::Commit(Pass& pass, uint64_t step) {

@@ -350,6 +350,68 @@ TEST(EngineDraftTest, ALostPageFailsTheStepAndAdvancesNothing) {
   EXPECT_EQ(s.num_draws, 1u);
 }
 
+// A vocabulary that is worth a thread per row; a row's logits follow from its token.
+class WideForward : public CountingForward {
+ public:
+  static constexpr int64_t kWideVocab = 20000;
+  absl::Status Run(const model::ForwardBatch& batch, const kernels::Exec&) override {
+    for (size_t r = 0; r < batch.logit_rows.size(); ++r) {
+      float* row = batch.logits.f32(static_cast<int64_t>(r));
+      const auto token =
+          static_cast<uint64_t>(batch.tokens[static_cast<size_t>(batch.logit_rows[r])]);
+      for (uint64_t id = 0; id < kWideVocab; ++id) {
+        row[id] = static_cast<float>((id * 2654435761u + token * 40503u) % 4096) * 0x1p-9f;
+      }
+    }
+    return absl::OkStatus();
+  }
+  int64_t vocab_size() const override { return kWideVocab; }
+};
+
+std::vector<Sequence> DrawnWith(int threads) {
+  WideForward forward;
+  auto pool = *kv::CachePool::Create(forward.layout(), 8192, 12);
+  ThreadPool thread_pool(threads);
+  Engine engine(&forward, pool.get(), {}, {.threads = &thread_pool});
+  const SamplingParams asked[] = {
+      {},
+      {.temperature = 1.0f, .top_p = 0.9f, .seed = 5, .top_logprobs = 3},
+      {.temperature = 0.7f, .top_k = 50, .seed = 6, .further_seeds = {8, 9}},
+      {.temperature = 1.0f, .seed = 7, .repetition_penalty = 1.4f, .frequency_penalty = 0.5f},
+      {.min_p = 0.1f, .top_logprobs = 1, .top_prompt_logprobs = 2, .wants_logits_digests = true}};
+  std::vector<Sequence> sequences;
+  for (int32_t i = 0; i < 10; ++i) {
+    SamplingParams sampling = asked[i % 5];
+    sampling.max_tokens = 6;
+    sequences.push_back(*engine.Admit("r", PromptOf(static_cast<size_t>(3 + i), i), sampling));
+  }
+  std::vector<Sequence*> running;
+  for (Sequence& sequence : sequences) running.push_back(&sequence);
+  while (!running.empty()) {
+    EXPECT_TRUE(engine.Step(running).ok());
+    std::erase_if(running, [](const Sequence* sequence) { return sequence->is_finished(); });
+  }
+  for (Sequence& sequence : sequences) sequence.cache = {};
+  return sequences;
+}
+
+TEST(EngineThreadsTest, ChangeNothingOfWhatIsDrawn) {
+  const std::vector<Sequence> alone = DrawnWith(1);
+  for (const int threads : {2, 4}) {
+    const std::vector<Sequence> together = DrawnWith(threads);
+    for (size_t i = 0; i < alone.size(); ++i) {
+      EXPECT_EQ(together[i].tokens, alone[i].tokens) << i;
+      EXPECT_EQ(together[i].logprobs, alone[i].logprobs) << i;
+      EXPECT_EQ(together[i].prompt_logprobs, alone[i].prompt_logprobs) << i;
+      EXPECT_EQ(together[i].logits_crc32c, alone[i].logits_crc32c) << i;
+      ASSERT_EQ(together[i].further_first.size(), alone[i].further_first.size());
+      for (size_t k = 0; k < alone[i].further_first.size(); ++k) {
+        EXPECT_EQ(together[i].further_first[k].id, alone[i].further_first[k].id);
+      }
+    }
+  }
+}
+
 struct BadInput {
   const char* what;
   std::vector<int32_t> prompt;

@@ -176,8 +176,10 @@ StepMemory PlanStepMemory(const model::ModelConfig& config, int64_t chunk_rows,
   step.threads = threads;
   step.arithmetic = arithmetic;
   const int64_t vocab = config.vocab_size;
-  return {.scratch_bytes = std::max(model::StepScratchBytes(config, step), DrawScratchBytes(vocab)),
-          .logit_bytes = step.logit_rows * vocab * static_cast<int64_t>(sizeof(float))};
+  return {.scratch_bytes =
+              std::max(model::StepScratchBytes(config, step), DrawScratchBytes(vocab, threads)),
+          .logit_bytes = step.logit_rows * vocab * static_cast<int64_t>(sizeof(float)),
+          .count_bytes = max_sequences * TokenCountsBytes(vocab)};
 }
 
 absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds& needs) {

@@ -21,12 +21,14 @@
 
 namespace isthmus::engine {
 
-// What a worker's largest step takes beside the cache, on the CPU.
+// What a worker's largest step takes beside the cache, and what sequences keep for their draws, on
+// the CPU.
 struct StepMemory {
   int64_t scratch_bytes = 0;  // What the workspace of steps and draws reserves.
   int64_t logit_bytes = 0;    // Of replies, and of prompts whose log probabilities are wanted.
+  int64_t count_bytes = 0;    // At most: tokens counted for penalties, of every sequence.
 
-  int64_t bytes() const { return scratch_bytes + logit_bytes; }
+  int64_t bytes() const { return scratch_bytes + logit_bytes + count_bytes; }
 };
 
 // `chunk_rows`: what all prompts get in one step.

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "gtest/gtest.h"
+#include "services/engine/sampler.h"
 #include "services/kv/sequence_cache.h"
 #include "services/model/flash_config.h"
 #include "services/model/forward.h"
@@ -264,6 +265,21 @@ TEST(MemoryPlanTest, SequenceBytesAreItsPagesAndOneSlot) {
   EXPECT_EQ(plan.SequenceBytes(1), plan.SequenceBytes(256));
   EXPECT_EQ(plan.SequenceBytes(257) - plan.SequenceBytes(256),
             static_cast<int64_t>(256 * kAnalyticFp4));
+}
+
+TEST(MemoryPlanTest, StepsHoldTheDrawsOfAllThreadsAndTheCountsOfAllSequences) {
+  model::ModelConfig config =
+      *model::LoadModelConfig(ISTHMUS_SOURCE_DIR "/tests/golden/tiny-recall");
+  const auto plan = [&config](int64_t sequences, int threads) {
+    return PlanStepMemory(config, 16, sequences, 1000, threads, kernels::Arithmetic::kReference);
+  };
+  EXPECT_EQ(plan(3, 1).count_bytes, 3 * 8 * config.vocab_size);
+  EXPECT_EQ(plan(3, 1).bytes(),
+            plan(3, 1).scratch_bytes + plan(3, 1).logit_bytes + plan(3, 1).count_bytes);
+  // So many tokens that drawing one takes more than computing its row.
+  config.vocab_size = 1 << 20;
+  EXPECT_EQ(plan(3, 4).scratch_bytes, DrawScratchBytes(config.vocab_size, 4));
+  EXPECT_EQ(plan(3, 4).scratch_bytes, 4 * plan(3, 1).scratch_bytes);
 }
 
 TEST(MemoryPlanTest, JsonHoldsEveryPoolAndTheTotals) {

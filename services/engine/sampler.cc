@@ -2,7 +2,9 @@
 #include "services/engine/sampler.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -131,6 +133,21 @@ class RowSampler {
   kernels::Workspace::Scope scope_;
 };
 
+// Of rows drawn at a time: more would take scratch for little.
+constexpr int64_t kMaxDrawThreads = 16;
+// Fewer logits are not worth waking a thread for.
+constexpr int64_t kLogitsPerThread = 16384;
+
+// Bytes of scratch that the draws of one row take, at most.
+int64_t RowScratchBytes(int64_t vocab) {
+  kernels::ScratchCount scratch;
+  scratch.Lend(CountScratchBytes(vocab));
+  scratch.Take<float>(vocab);  // A copy where the request changes the logits.
+  scratch.Lend(kernels::EditLogitsScratchBytes(kMaxLogitBiases));
+  scratch.Lend(kernels::SampleScratchBytes(vocab));
+  return scratch.peak_bytes();
+}
+
 }  // namespace
 
 absl::Status ValidateSamplingParams(const SamplingParams& sampling, const SamplerModel& model) {
@@ -162,13 +179,36 @@ absl::Status ValidateSamplingParams(const SamplingParams& sampling, const Sample
   return CheckLists(sampling, model);
 }
 
-int64_t DrawScratchBytes(int64_t vocab) {
+int64_t DrawScratchBytes(int64_t vocab, int threads) {
   kernels::ScratchCount scratch;
-  scratch.Lend(CountScratchBytes(vocab));
-  scratch.Take<float>(vocab);  // A copy where the request changes the logits.
-  scratch.Lend(kernels::EditLogitsScratchBytes(kMaxLogitBiases));
-  scratch.Lend(kernels::SampleScratchBytes(vocab));
+  scratch.Take<std::byte>(std::min<int64_t>(threads, kMaxDrawThreads) * RowScratchBytes(vocab));
   return scratch.peak_bytes();
+}
+
+absl::Status ForEachRow(
+    int64_t count, int64_t vocab, const kernels::Exec& exec,
+    absl::FunctionRef<absl::Status(int64_t row, const kernels::Exec& exec)> look) {
+  if (count == 0) return absl::OkStatus();
+  const int64_t most = std::min<int64_t>({kernels::NumThreads(exec), kMaxDrawThreads, count});
+  const int64_t workers = std::clamp<int64_t>(count * vocab / kLogitsPerThread, 1, most);
+  const int64_t bytes = RowScratchBytes(vocab);
+  kernels::Workspace::Scope scope(exec.workspace);
+  auto* scratch = scope.Take<std::byte>(workers * bytes);
+  std::vector<absl::Status> results(static_cast<size_t>(count));
+  std::atomic<int64_t> next = 0;
+  // Rows differ in what they cost, so whoever is free takes the next one.
+  kernels::ParallelFor(exec, workers, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      kernels::Workspace workspace(scratch + worker * bytes, bytes);
+      const kernels::Exec own = {
+          .phase = exec.phase, .patches = exec.patches, .workspace = &workspace};
+      for (int64_t row = next++; row < count; row = next++) {
+        results[static_cast<size_t>(row)] = look(row, own);
+      }
+    }
+  });
+  for (absl::Status& result : results) ISTHMUS_RETURN_IF_ERROR(std::move(result));
+  return absl::OkStatus();
 }
 
 bool TakesDrafts(const Sequence& sequence) {

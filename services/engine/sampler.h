@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/core/exec.h"
@@ -57,7 +58,14 @@ absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> dra
 // Writes what was gained into the sequence.
 void Append(Gain gain, Sequence& sequence);
 
-// Bytes of scratch that a draw takes on the host, at most.
-int64_t DrawScratchBytes(int64_t vocab);
+// Calls look(row, exec) for `count` rows of logits, on the threads of `exec` where there is enough
+// to do; each call has an `exec` with scratch of its own and no threads. The error is that of the
+// first row that has one, whoever came to it when.
+absl::Status ForEachRow(
+    int64_t count, int64_t vocab, const kernels::Exec& exec,
+    absl::FunctionRef<absl::Status(int64_t row, const kernels::Exec& exec)> look);
+
+// Bytes of scratch that ForEachRow takes on the host with draws of tokens in it, at most.
+int64_t DrawScratchBytes(int64_t vocab, int threads);
 
 }  // namespace isthmus::engine

@@ -7,12 +7,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <ostream>
 #include <string>
+#include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/core/workspace.h"
 #include "services/base/request_limits.h"
+#include "services/base/thread_pool.h"
 
 namespace isthmus::engine {
 namespace {
@@ -223,7 +227,7 @@ TEST(DrawTokensTest, TakeNoMoreScratchThanIsPlanned) {
   ASSERT_TRUE(DrawTokens(sequence, {}, kernels::F32Vector(logits.data(), kMany), large,
                          kernels::Exec{.workspace = &workspace})
                   .ok());
-  EXPECT_EQ(workspace.peak_bytes(), DrawScratchBytes(kMany));
+  EXPECT_EQ(workspace.peak_bytes(), DrawScratchBytes(kMany, 1));
 }
 
 TEST(DrawTokensTest, LogprobsAndDigestsAreOfTheModelsOwnLogits) {
@@ -261,6 +265,54 @@ TEST(DrawTokensTest, FurtherFirstTokensAreThoseThatTheirSeedsGiveAlone) {
     EXPECT_EQ(sequence.further_first[i].logprobs.chosen.id, alone[i + 1]);
   }
   EXPECT_THAT(Draw(sequence, {}, logits).further, IsEmpty());  // Only with the first token.
+}
+
+// Enough logits for every thread, though there are none.
+constexpr int64_t kWide = int64_t{1} << 18;
+
+TEST(ForEachRowTest, LooksAtEachRowOnceInScratchOfItsOwn) {
+  for (const int threads : {1, 2, 5}) {
+    ThreadPool pool(threads);
+    kernels::Workspace workspace;
+    std::vector<std::atomic<int>> looks(40);
+    const auto look = [&](int64_t row, const kernels::Exec& exec) {
+      EXPECT_EQ(kernels::NumThreads(exec), 1);
+      kernels::Workspace::Scope scope(exec.workspace);
+      auto* scratch = scope.Take<int64_t>(512);
+      std::fill_n(scratch, 512, row);
+      for (int again = 0; again < 50; ++again) {
+        EXPECT_EQ(std::count(scratch, scratch + 512, row), 512);
+      }
+      ++looks[static_cast<size_t>(row)];
+      return absl::OkStatus();
+    };
+    const kernels::Exec exec = {.threads = &pool, .workspace = &workspace};
+    EXPECT_TRUE(ForEachRow(40, kWide, exec, look).ok());
+    EXPECT_TRUE(std::ranges::all_of(looks, [](const auto& count) { return count == 1; }));
+    EXPECT_EQ(workspace.peak_bytes(), DrawScratchBytes(kWide, threads));
+    EXPECT_TRUE(ForEachRow(0, kWide, exec, look).ok());
+  }
+}
+
+TEST(ForEachRowTest, TellsTheErrorOfTheFirstRowWhoeverFailsFirst) {
+  for (const int threads : {1, 4}) {
+    ThreadPool pool(threads);
+    std::atomic<bool> later_failed = false;
+    const auto look = [&](int64_t row, const kernels::Exec&) -> absl::Status {
+      if (row > 20) later_failed = true;
+      // With threads of its own row 7 fails last.
+      while (row == 7 && threads > 1 && !later_failed) std::this_thread::yield();
+      return row == 7 || row > 20 ? absl::InternalError(absl::StrCat("row ", row))
+                                  : absl::OkStatus();
+    };
+    const absl::Status status = ForEachRow(40, kWide, {.threads = &pool}, look);
+    EXPECT_EQ(status.message(), "row 7");
+  }
+}
+
+TEST(ForEachRowTest, BoundsTheScratchOfManyThreads) {
+  EXPECT_EQ(DrawScratchBytes(kWide, 16), 16 * DrawScratchBytes(kWide, 1));
+  EXPECT_EQ(DrawScratchBytes(kWide, 256), DrawScratchBytes(kWide, 16));
 }
 
 TEST(TakesDraftsTest, OnlyWhereADraftIsWhatWouldBeDrawn) {
