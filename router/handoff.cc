@@ -101,7 +101,7 @@ absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames
   return status;
 }
 
-absl::Status Attempt::Reserve() {
+absl::Status Attempt::Reserve(bool may_preempt) {
   v1::ReserveCall call;
   call.set_transfer_id(transfer_id_);
   call.set_request_id(request_->request_id);
@@ -111,8 +111,8 @@ absl::Status Attempt::Reserve() {
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
   call.set_num_replies(request_->sampling.num_replies());
-  call.set_priority(rpc::ToWire(request_->priority));
-  rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
+  call.set_may_preempt(may_preempt);
+  rpc::SetUrgency(request_->urgency(), setting_.clock->Now(), &call);
   // Before the call: when its answer is lost, the pages are taken all the same.
   may_be_reserved_ = true;
   WorkerLink& decode = *placement_.decode;
@@ -134,8 +134,7 @@ absl::StatusOr<v1::KvHandoff> Attempt::Prefill() {
   call.set_cache_salt(request_->cache_salt);
   *call.mutable_reservation() = std::move(reservation_);
   *call.mutable_target() = placement_.decode->card().transfer();
-  call.set_priority(rpc::ToWire(request_->priority));
-  rpc::ToWire(request_->deadline - setting_.clock->Now(), call.mutable_time_left());
+  rpc::SetUrgency(request_->urgency(), setting_.clock->Now(), &call);
   may_write_ = true;
   WorkerLink& prefill = *placement_.prefill;
   absl::StatusOr<v1::PrefillReply> reply = prefill.client().Prefill(call, CallTo(prefill));

@@ -34,6 +34,11 @@ struct PlaceWish {
 
   // Incarnations that have no room now: not taken.
   std::set<uint64_t> full;
+
+  // All were full. Then one of them is asked to preempt others, and not all of them for the same
+  // request: its incarnation, 0 when none has been asked.
+  bool may_preempt = false;
+  uint64_t preempts_at = 0;
 };
 
 using Links = std::vector<std::shared_ptr<WorkerLink>>;

@@ -134,6 +134,8 @@ absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& cli
     if (!wish.full.empty() || admission_.has_line()) {
       const absl::Status waited = turn.Wait(client.is_cancelled);
       if (!waited.ok()) return last.ok() ? waited : Annotated(waited, last.message());
+      wish.may_preempt = !wish.full.empty();
+      if (wish.full.count(wish.preempts_at) == 0) wish.preempts_at = 0;  // It is gone.
       wish.full.clear();
     }
     bool may_retry = false;
@@ -179,11 +181,14 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
       return placement.status();
     }
     const uint32_t end_token_id = placement->decode->card().values().end_token_id();
+    const uint64_t decode = placement->decode->incarnation();
     Attempt attempt(
         &request, *std::move(placement),
         {view_->incarnation(), static_cast<size_t>(config_.max_behind_messages),
          config_.token_gather_time, &canceller_, &clock_, client.is_cancelled, client.cancel});
-    absl::Status status = attempt.Reserve();
+    const bool preempts = wish.may_preempt && (wish.preempts_at == 0 || wish.preempts_at == decode);
+    if (preempts) wish.preempts_at = decode;
+    absl::Status status = attempt.Reserve(preempts);
     if (status.ok()) {
       turn.End();
       const absl::Time start = clock_.Now();

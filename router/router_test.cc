@@ -321,6 +321,31 @@ TEST_F(RouterTest, AWorkerWithRoomServesWhileAnotherIsFull) {
   EXPECT_EQ(decode2_->Count("handoff"), 4);
 }
 
+// Once it knows that there is no room anywhere: one worker's sequences give way, not everybody's.
+TEST_F(RouterTest, OneOfTheFullWorkersIsAskedToPreempt) {
+  AddPair();
+  AddSecondPair();
+  const std::vector<std::shared_ptr<ScriptedWorker>> both = {decode_, decode2_};
+  for (const auto& worker : both) worker->Set([](ScriptedWorker& w) { w.num_slots = 0; });
+  Client client;
+  absl::Status status;
+  std::thread waiter([&] { status = Generate(client); });
+  EXPECT_TRUE(Eventually(
+      [&] { return decode_->Count("reserve") >= 4 && decode2_->Count("reserve") >= 4; }));
+  size_t num_asked = 0;
+  for (const auto& worker : both) {
+    const size_t count = worker->Count("may preempt");
+    if (count == 0) continue;
+    ++num_asked;
+    EXPECT_GE(count, 3);  // In all passes but the first.
+  }
+  EXPECT_EQ(num_asked, 1);
+  decode_->Set([](ScriptedWorker& w) { w.num_slots = 1; });
+  ReportAll();
+  waiter.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
 TEST_F(RouterTest, AWaitForRoomEndsWithTheDeadlineOrTheClient) {
   AddPair();
   decode_->Set([](ScriptedWorker& w) { w.num_slots = 0; });

@@ -35,6 +35,7 @@ class ScriptedClient : public rpc::WorkerClient {
                                             const rpc::CallOptions&) override {
     MutexLock lock(worker_->mutex);
     worker_->calls.emplace_back("reserve");
+    if (call.may_preempt()) worker_->calls.emplace_back("may preempt");
     worker_->seen.insert(call.transfer_id());
     if (absl::Status answer = Next(worker_->reserve_answers); !answer.ok()) return answer;
     if (worker_->transfers.size() >= worker_->num_slots) {

@@ -37,7 +37,8 @@ struct ScriptedWorker {
   bool streams = true;
   uint64_t num_slots = 100;
 
-  // What happened: "reserve", "prefill", "handoff", "cancel done", "cancel not done", "drain".
+  // What happened: "reserve", "may preempt" with it, "prefill", "handoff", "cancel done", "cancel
+  // not done", "drain".
   std::vector<std::string> calls;
   std::set<std::string> transfers;  // Held now.
   std::set<std::string> seen;       // Transfer ids of all attempts.

@@ -16,6 +16,7 @@
 namespace isthmus {
 
 enum class Priority : uint8_t { kHigh, kNormal, kLow };
+inline constexpr int kNumPriorities = 3;
 
 // By one clock, and the moments of two machines are never compared.
 struct Urgency {
@@ -40,6 +41,12 @@ inline absl::Time DueTime(const Urgency& urgency) {
 inline bool GoesBefore(const Urgency& a, const Urgency& b) {
   return std::make_tuple(DueTime(a), a.deadline, a.arrived) <
          std::make_tuple(DueTime(b), b.deadline, b.arrived);
+}
+
+// Whether a running request gives way to a newcomer that has no room. Inside a class nobody does,
+// and neither does who has waited for so long that the newcomer would be behind it in a line.
+inline bool GivesWay(const Urgency& running, const Urgency& newcomer) {
+  return running.priority > newcomer.priority && GoesBefore(newcomer, running);
 }
 
 }  // namespace isthmus

@@ -11,7 +11,6 @@
 #include "services/base/status_macros.h"
 
 namespace isthmus::engine {
-
 void OutputLengths::Add(int64_t num_output_tokens) {
   if (lengths_.size() < kMaxLengths) {
     lengths_.push_back(num_output_tokens);
@@ -46,8 +45,8 @@ struct Admission::Line {
   std::atomic<int64_t> num_forks_left = 0;
 };
 
-Admission::Admission(kv::CachePool* pool, const AdmissionOptions& options)
-    : pool_(pool), options_(options) {}
+Admission::Admission(kv::CachePool* pool, const AdmissionOptions& options, Clock& clock)
+    : pool_(pool), options_(options), clock_(clock) {}
 
 Admission::~Admission() { ISTHMUS_CHECK(lines_.empty()); }
 
@@ -82,7 +81,7 @@ absl::Status Admission::Claim::CheckResume() const {
   if (!is_open()) return absl::OkStatus();
   MutexLock lock(admission_->mutex_);
   ISTHMUS_RETURN_IF_ERROR(admission_->CheckTurnLocked(*line_));
-  return admission_->CheckRoomLocked(*line_);
+  return admission_->CheckRoomLocked(*line_, {});
 }
 
 void Admission::Claim::NoteEnd(int64_t num_output_tokens) const {
@@ -116,8 +115,57 @@ absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
   std::shared_ptr<Line> line = LineOf(demand);
   MutexLock lock(mutex_);
   ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(*line));
-  ISTHMUS_RETURN_IF_ERROR(CheckRoomLocked(*line));
+  if (absl::Status status = CheckRoomLocked(*line, {}); !status.ok()) {
+    if (demand.may_preempt) AskLocked(std::move(line));
+    return status;
+  }
+  if (ask_.has_value() && ask_->line->demand.request_id == demand.request_id) ask_.reset();
   return OpenLocked(std::move(line));
+}
+
+bool Admission::AskStandsLocked() const { return ask_.has_value() && clock_.Now() < ask_->until; }
+
+// An ask that was in vain keeps the next one off for a while, so that nobody can have sequences
+// preempted all the time.
+void Admission::AskLocked(std::shared_ptr<Line> line) {
+  const absl::Time now = clock_.Now();
+  if (ask_.has_value() && now < ask_->until + kAskPause) return;
+  std::vector<const Line*> lower;
+  for (const Line* other : lines_) {
+    const bool gives_way = GivesWay(other->demand.urgency, line->demand.urgency);
+    if (gives_way && !other->is_preempted) lower.push_back(other);
+  }
+  if (!CheckRoomLocked(*line, lower).ok()) return;
+  ask_ = Ask{std::move(line), now + kAskTime};
+}
+
+// So many as run at one time, and for whom others were preempted as many of each class more: it
+// must not be kept out by those very sequences.
+int64_t Admission::MostPreemptedLocked(const Line& newcomer) const {
+  const int64_t num_slots = pool_->slots().num_pages();
+  const bool is_awaited =
+      AskStandsLocked() && ask_->line->demand.request_id == newcomer.demand.request_id;
+  return is_awaited ? kNumPriorities * num_slots : num_slots;
+}
+
+std::optional<Urgency> Admission::OpenAsk() const {
+  MutexLock lock(mutex_);
+  if (!AskStandsLocked() || !ask_->is_open) return std::nullopt;
+  return ask_->line->demand.urgency;
+}
+
+bool Admission::HasRoomForAsk(std::span<const Claim* const> given_up) const {
+  std::vector<const Line*> lines;
+  for (const Claim* claim : given_up) lines.push_back(claim->line_.get());
+  MutexLock lock(mutex_);
+  return ask_.has_value() && CheckRoomLocked(*ask_->line, lines).ok();
+}
+
+void Admission::CloseAsk() {
+  MutexLock lock(mutex_);
+  if (!ask_.has_value()) return;
+  ask_->is_open = false;
+  if (!CheckRoomLocked(*ask_->line, {}).ok()) ask_->until = std::min(ask_->until, clock_.Now());
 }
 
 Admission::Claim Admission::OpenLocked(std::shared_ptr<Line> line) {
@@ -141,6 +189,10 @@ Admission::Claim Admission::Claim::Fork() {
 // Those that wait to be resumed count only by going first. Among equals they go before newcomers,
 // and any of them may be the first.
 absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
+  if (AskStandsLocked() && ask_->line->demand.request_id != newcomer.demand.request_id &&
+      !GoesBefore(newcomer.demand.urgency, ask_->line->demand.urgency)) {
+    return absl::ResourceExhaustedError("the room is kept for a more urgent request");
+  }
   int64_t num_preempted = 0;
   for (const Line* line : lines_) {
     if (line == &newcomer || !line->is_preempted) continue;
@@ -152,18 +204,29 @@ absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
       return absl::ResourceExhaustedError("a sequence that was preempted goes first");
     }
   }
-  if (newcomer.is_preempted || num_preempted < pool_->slots().num_pages()) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(num_preempted, " sequences are preempted, want ",
-                                                   "fewer than ", pool_->slots().num_pages()));
+  const int64_t most = MostPreemptedLocked(newcomer);
+  if (newcomer.is_preempted || num_preempted < most) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(num_preempted, " sequences are preempted, want fewer than ", most));
 }
 
-// What the others hold is no longer free; what they will grow by is added up here.
-absl::Status Admission::CheckRoomLocked(const Line& newcomer) const {
+// What the others hold is no longer free; what they will grow by is added up here. Those of
+// `given_up` count as if they held nothing: pages that they share are then hoped for.
+absl::Status Admission::CheckRoomLocked(const Line& newcomer,
+                                        std::span<const Line* const> given_up) const {
   int64_t num_growing = 0;
   int64_t num_slots = 1 + newcomer.num_forks_left;
   std::array<int64_t, kernels::kNumPagedKinds> growth{};
   for (const Line* line : lines_) {
     if (line == &newcomer || line->is_preempted) continue;
+    if (std::ranges::find(given_up, line) != given_up.end()) {
+      --num_slots;
+      for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
+        const auto kind = static_cast<kernels::CacheKindIndex>(k);
+        growth[k] -= pool_->layout().PagesFor(kind, line->num_held_tokens);
+      }
+      continue;
+    }
     ++num_growing;
     num_slots += line->num_forks_left;
     for (int k = 0; k < kernels::kNumPagedKinds; ++k) {

@@ -6,10 +6,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "services/base/clock.h"
 #include "services/base/mutex.h"
 #include "services/base/urgency.h"
 #include "services/kv/sequence_cache.h"
@@ -50,7 +54,15 @@ struct Demand {
   int64_t num_replies = 1;  // Sequences in the end, which share the full pages of the prompt.
   // Of the prompt: the pages of so many tokens are held for it already, and need no room.
   int64_t num_shared_tokens = 0;
+  // Where there is no room: whether running sequences of lower classes should give way.
+  bool may_preempt = false;
+  std::string request_id = {};  // By which it is known when it comes again.
 };
+
+// How long room is kept for whom sequences were preempted: a router comes again every 100 ms. Then,
+// when nobody came, how long those who were preempted are left alone.
+inline constexpr absl::Duration kAskTime = absl::Seconds(1);
+inline constexpr absl::Duration kAskPause = absl::Seconds(10);
 
 // The book of all sequences that hold pages of a pool, or wait to have theirs back. Thread-safe.
 class Admission {
@@ -58,8 +70,8 @@ class Admission {
   struct Line;
 
  public:
-  // `pool` must outlive the admission, and the admission its claims.
-  Admission(kv::CachePool* pool, const AdmissionOptions& options);
+  // `pool` and `clock` must outlive the admission, and the admission its claims.
+  Admission(kv::CachePool* pool, const AdmissionOptions& options, Clock& clock);
   ~Admission();
 
   // One sequence's line in the book, while it lives. Move-only; one thread at a time.
@@ -96,22 +108,42 @@ class Admission {
   };
 
   // A claim for a sequence that now takes pages for its prompt and one token. ResourceExhausted,
-  // with the pool's name and numbers: no room now, one that was preempted goes before it, or as
-  // many are preempted as there are state slots.
+  // with the pool's name and numbers: no room now, one that was preempted or for which others were
+  // goes before it, or as many are preempted as there are state slots. When all that it lacks is
+  // held by less urgent sequences of lower classes, and it may preempt, it leaves an ask.
   absl::StatusOr<Claim> Admit(const Demand& demand);
 
+  // One ask stands at a time, until it is admitted or its time is over. Whoever goes behind it is
+  // neither admitted nor resumed meanwhile. Who runs the sequences reads it while it is open,
+  // preempts what it takes, and closes it.
+  std::optional<Urgency> OpenAsk() const;
+  // Whether there is, or will be once the sequences of `given_up` have none, room for the ask.
+  bool HasRoomForAsk(std::span<const Claim* const> given_up) const;
+  // Nobody gives way any more. Whether the room is there decides whether the ask still stands.
+  void CloseAsk();
+
  private:
+  struct Ask {
+    std::shared_ptr<Line> line;
+    absl::Time until;
+    bool is_open = true;
+  };
   static std::shared_ptr<Line> LineOf(const Demand& demand);
   Claim OpenLocked(std::shared_ptr<Line> line);
   absl::Status CheckTurnLocked(const Line& newcomer) const;
-  absl::Status CheckRoomLocked(const Line& newcomer) const;
+  absl::Status CheckRoomLocked(const Line& newcomer, std::span<const Line* const> given_up) const;
+  bool AskStandsLocked() const;
+  int64_t MostPreemptedLocked(const Line& newcomer) const;
+  void AskLocked(std::shared_ptr<Line> line);
   int64_t FinalPagesLocked(const Line& line, kernels::CacheKindIndex kind) const;
 
   kv::CachePool* const pool_;
   const AdmissionOptions options_;
+  Clock& clock_;
   mutable Mutex mutex_;
-  std::vector<Line*> lines_;  // Guarded by mutex_.
-  OutputLengths lengths_;     // Guarded by mutex_.
+  std::vector<Line*> lines_;  // Guarded by mutex_, as all below.
+  OutputLengths lengths_;
+  std::optional<Ask> ask_;  // The last one that was not admitted; it may be over.
 };
 
 }  // namespace isthmus::engine

@@ -29,7 +29,7 @@ struct SmallEngine {
         forward(*model::ScriptedForward::Create(script, clock)),
         pool(*kv::CachePool::Create(forward->layout(), num_pages * 128, num_slots)),
         engine(forward.get(), pool.get(), {.chunk_tokens = 50, .eos_token_id = 1}, {}),
-        admission(pool.get(), {}) {}
+        admission(pool.get(), {}, clock) {}
 
   Sequence Admit(size_t num_prompt_tokens, int64_t max_tokens, int32_t first = 7) {
     std::vector<int32_t> prompt(num_prompt_tokens, first);

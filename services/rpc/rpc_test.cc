@@ -15,6 +15,7 @@
 #include "services/rpc/metrics_exporter.h"
 #include "services/rpc/server.h"
 #include "services/rpc/status.h"
+#include "services/rpc/wire.h"
 #include "services/rpc/worker_client.h"
 
 namespace isthmus::rpc {
@@ -254,6 +255,26 @@ TEST(ChannelTest, KnowsWhatCanBeDialled) {
   for (const char* bad : {"", "x", ":1", "x:", "x:0", "x:65536", "x:http", "x:-1", "[::1]"}) {
     EXPECT_FALSE(IsHostPort(bad)) << bad;
   }
+}
+
+// Between machines whose clocks have nothing to do with each other.
+TEST(WireTest, AnUrgencyKeepsItsAgeAndItsTimeLeft) {
+  const absl::Time here = absl::FromUnixSeconds(1'000'000);
+  const absl::Time there = absl::FromUnixSeconds(77);
+  v1::ReserveCall call;
+  SetUrgency({Priority::kLow, here + absl::Seconds(9), here - absl::Seconds(70)}, here, &call);
+  Urgency read = UrgencyOf(call, there);
+  EXPECT_EQ(read.priority, Priority::kLow);
+  EXPECT_EQ(read.deadline, there + absl::Seconds(9));
+  EXPECT_EQ(read.arrived, there - absl::Seconds(70));
+  for (const int64_t seconds : {-5L, 100'000L}) {  // Whatever the other side has sent.
+    call.mutable_waited()->set_seconds(seconds);
+    read = UrgencyOf(call, there);
+    EXPECT_EQ(read.arrived, there - (seconds < 0 ? absl::ZeroDuration() : absl::Hours(1)));
+  }
+  read = UrgencyOf(v1::PrefillCall(), there);
+  EXPECT_EQ(read.arrived, there);
+  EXPECT_EQ(read.deadline, absl::InfiniteFuture());
 }
 
 TEST(ChannelTest, ATimeoutShrinksAlongThePath) {

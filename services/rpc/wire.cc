@@ -34,15 +34,6 @@ v1::Priority ToWire(Priority priority) {
   }
 }
 
-Urgency UrgencyOf(v1::Priority priority, const google::protobuf::Duration* time_left,
-                  absl::Time now) {
-  Urgency urgency;
-  urgency.priority = PriorityOf(priority);
-  urgency.arrived = now;
-  if (time_left != nullptr) urgency.deadline = now + FromWire(*time_left);
-  return urgency;
-}
-
 absl::string_view RoleName(v1::WorkerRole role) {
   return role == v1::WORKER_ROLE_PREFILL ? "prefill" : "decode";
 }

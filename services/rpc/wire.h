@@ -2,6 +2,8 @@
 // Values of the protocol in C++'s terms and in people's words.
 #pragma once
 
+#include <algorithm>
+
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "google/protobuf/duration.pb.h"
@@ -21,15 +23,24 @@ void ToWire(absl::Duration duration, google::protobuf::Duration* wire);
 Priority PriorityOf(v1::Priority wire);
 v1::Priority ToWire(Priority priority);
 
-// How urgent a request is, by this machine's clock. `time_left`, which may be null, counts from
-// now.
-Urgency UrgencyOf(v1::Priority priority, const google::protobuf::Duration* time_left,
-                  absl::Time now);
-
-// Of a ReserveCall or a PrefillCall that has just come.
+// How urgent the request of a ReserveCall or a PrefillCall that has just come is, by this machine's
+// clock.
 template <typename Call>
 Urgency UrgencyOf(const Call& call, absl::Time now) {
-  return UrgencyOf(call.priority(), call.has_time_left() ? &call.time_left() : nullptr, now);
+  Urgency urgency;
+  urgency.priority = PriorityOf(call.priority());
+  if (call.has_time_left()) urgency.deadline = now + FromWire(call.time_left());
+  // More makes no difference but to who is wrong.
+  urgency.arrived = now - std::clamp(FromWire(call.waited()), absl::ZeroDuration(), absl::Hours(1));
+  return urgency;
+}
+
+// The reverse of it.
+template <typename Call>
+void SetUrgency(const Urgency& urgency, absl::Time now, Call* call) {
+  call->set_priority(ToWire(urgency.priority));
+  ToWire(urgency.deadline - now, call->mutable_time_left());
+  ToWire(now - urgency.arrived, call->mutable_waited());
 }
 
 // "prefill" or "decode", as in logs and metrics.

@@ -28,10 +28,12 @@ class DecodePressureTest : public testing::Test {
  protected:
   // Begins so many requests, each of one page now and three in the end. All are reserved before the
   // first one runs.
-  void BeginAll(size_t count, uint32_t max_output_tokens = 250) {
+  void BeginAll(size_t count, uint32_t max_output_tokens = 250,
+                v1::Priority priority = v1::PRIORITY_UNSPECIFIED) {
     std::vector<v1::KvReservation> reservations;
     for (size_t i = 0; i < count; ++i) {
       requests.push_back(RequestOf(100, max_output_tokens, static_cast<uint32_t>(10 + i)));
+      requests.back().priority = priority;
       auto reservation = pair.Reserve(requests.back());
       ASSERT_TRUE(reservation.ok()) << reservation.status();
       reservations.push_back(*std::move(reservation));
@@ -154,6 +156,36 @@ TEST_F(DecodePressureTest, AnUrgentReservationIsNotKeptBackByWhatIsPreempted) {
   // Only what runs counts for it.
   EXPECT_TRUE(ComesTrue([&] { return pair.Reserve(urgent).ok(); }));
   ReadAll();
+}
+
+// Three of four pages are held, and none comes back by itself for 200 tokens.
+TEST_F(DecodePressureTest, RepliesOfALowerClassGiveWayToANewcomerThatMayPreempt) {
+  BeginAll(3, 200, v1::PRIORITY_LOW);
+  TestRequest urgent = RequestOf(300, 20, 99);
+  urgent.request_id = "urgent";
+  EXPECT_FALSE(pair.Reserve(urgent).ok());
+  urgent.priority = v1::PRIORITY_HIGH;
+  EXPECT_FALSE(pair.Reserve(urgent).ok());
+  urgent.may_preempt = true;
+  EXPECT_EQ(pair.Reserve(urgent).status().code(), absl::StatusCode::kResourceExhausted);
+  absl::StatusOr<v1::KvReservation> reservation = absl::UnknownError("not asked yet");
+  ASSERT_TRUE(ComesTrue([&] {
+    reservation = pair.Reserve(urgent);
+    return reservation.ok();
+  })) << reservation.status();
+  EXPECT_GE(pair.decode->loop().num_preemptions(), 2);
+  EXPECT_TRUE(std::ranges::any_of(
+      replies, [](const TestReply& reply) { return reply.end == v1::SEQUENCE_END_UNSPECIFIED; }));
+  requests.push_back(urgent);
+  const auto handoff = pair.Prefill(urgent, *reservation);
+  ASSERT_TRUE(handoff.ok()) << handoff.status();
+  ASSERT_TRUE(pair.Handoff(urgent, *handoff).ok());
+  replies.emplace_back();
+  replies.back().tokens.push_back(static_cast<int32_t>(handoff->first_tokens(0).token_id()));
+  ReadAll();
+  for (size_t i = 0; i < requests.size(); ++i) {
+    EXPECT_EQ(replies[i].tokens, pair.Expected(requests[i])) << i;
+  }
 }
 
 }  // namespace

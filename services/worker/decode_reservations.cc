@@ -88,7 +88,9 @@ absl::Status DecodeService::TakeRoom(std::vector<int32_t> prompt, Transfer& tran
                                 .max_output_tokens = static_cast<int64_t>(call.max_output_tokens()),
                                 .urgency = transfer.urgency,
                                 .num_replies = static_cast<int64_t>(transfer.replies.size()),
-                                .num_shared_tokens = held_tokens}));
+                                .num_shared_tokens = held_tokens,
+                                .may_preempt = call.may_preempt(),
+                                .request_id = call.request_id()}));
   ISTHMUS_RETURN_IF_ERROR(
       engine::OpenWithPages(pool, sequence.num_prompt_tokens + 1, std::move(found), sequence));
   transfer.reservation.set_held_tokens(static_cast<uint64_t>(held_tokens));

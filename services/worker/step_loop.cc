@@ -35,8 +35,10 @@ struct StepLoop::Before {
   size_t num_tokens = 0;
 };
 
-StepLoop::StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch, Clock& clock)
+StepLoop::StepLoop(engine::Engine* engine, engine::Admission* admission, size_t max_queued,
+                   size_t max_batch, Clock& clock)
     : engine_(engine),
+      admission_(admission),
       max_queued_(max_queued),
       max_batch_(max_batch),
       clock_(clock),
@@ -86,6 +88,7 @@ void StepLoop::RunOnce() {
   if (inbox_.is_closed()) return;
   DropCancelled();
   figures_ = {};
+  GiveWay();
   ResumePreempted();
   lacks_pages_ = !MakeRoom();
   num_preempted_ = static_cast<int64_t>(preempted_.size());
@@ -132,6 +135,25 @@ void StepLoop::ResumePreempted() {
   preempted_.erase(preempted_.begin(), preempted_.begin() + static_cast<int64_t>(num_resumed));
 }
 
+// Room for the newcomer that asks for it. Nobody is preempted when that would not be enough, so
+// only who shares pages can be so in vain.
+void StepLoop::GiveWay() {
+  const std::optional<Urgency> newcomer = admission_->OpenAsk();
+  if (!newcomer.has_value()) return;
+  const auto gives_way = [&](const Entry& entry) {
+    return entry.is_preemptible && GivesWay(entry.sequence.urgency, *newcomer);
+  };
+  std::vector<const engine::Admission::Claim*> claims;
+  for (const Entry& entry : running_) {
+    if (gives_way(entry) && entry.sequence.claim.is_open()) claims.push_back(&entry.sequence.claim);
+  }
+  if (admission_->HasRoomForAsk(claims)) {
+    while (!admission_->HasRoomForAsk({}) && PreemptLeastUrgent(gives_way)) {
+    }
+  }
+  admission_->CloseAsk();
+}
+
 // Pages for the next step, at the cost of the less urgent. False: the most urgent one has not got
 // them; what holds them besides are transfers on their way, which end, or are preemptible then.
 bool StepLoop::MakeRoom() {
@@ -141,7 +163,12 @@ bool StepLoop::MakeRoom() {
     for (Entry& entry : running_) sequences.push_back(&entry.sequence);
     const absl::Status status = engine::ReserveStep(*engine_, sequences);
     if (!absl::IsResourceExhausted(status)) return true;  // The step will meet any other error.
-    if (PreemptLeastUrgent()) continue;
+    // The most urgent one never is, so that it can go on.
+    const Entry* const first = &*std::ranges::min_element(running_, GoesFirst);
+    if (PreemptLeastUrgent(
+            [&](const Entry& entry) { return entry.is_preemptible && &entry != first; })) {
+      continue;
+    }
     bool has_ended = false;
     for (Entry& entry : running_) {
       const absl::Status alone = engine::CheckFitsAlone(*engine_, entry.sequence);
@@ -155,12 +182,11 @@ bool StepLoop::MakeRoom() {
   return true;
 }
 
-// False: nobody is left to be preempted. The most urgent one never is, so that it can go on.
-bool StepLoop::PreemptLeastUrgent() {
-  const auto first = std::ranges::min_element(running_, GoesFirst);
+// Of those that `may` be. False: there is none.
+bool StepLoop::PreemptLeastUrgent(absl::FunctionRef<bool(const Entry& entry)> may) {
   auto last = running_.end();
   for (auto it = running_.begin(); it != running_.end(); ++it) {
-    if (!it->is_preemptible || it == first) continue;
+    if (!may(*it)) continue;
     if (last == running_.end() || !GoesFirst(*it, *last)) last = it;
   }
   if (last == running_.end()) return false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one thread that runs the engine. RPC threads put sequences into its bounded inbox; it steps
 // all running ones together and hands each back when it ends. When a step cannot have its pages,
-// the least urgent ones give theirs back and wait until they may have them again: nobody outside
-// sees more of that than time.
+// or a newcomer of a higher class asks for them, the least urgent ones give theirs back and wait
+// until they may have them again: nobody outside sees more of that than time.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,13 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "services/base/clock.h"
 #include "services/base/queue.h"
 #include "services/base/thread.h"
+#include "services/engine/admission.h"
 #include "services/engine/engine.h"
 
 namespace isthmus::worker {
@@ -55,8 +57,10 @@ class StepLoop {
     bool is_preemptible = false;
   };
 
-  // `engine` and `clock` must outlive the loop. At most `max_batch` sequences run.
-  StepLoop(engine::Engine* engine, size_t max_queued, size_t max_batch, Clock& clock);
+  // All must outlive the loop. `admission` is the book of what it runs. At most `max_batch`
+  // sequences run.
+  StepLoop(engine::Engine* engine, engine::Admission* admission, size_t max_queued,
+           size_t max_batch, Clock& clock);
   ~StepLoop();
 
   // `observer` may be empty; it is called by the loop's thread after every step.
@@ -91,8 +95,9 @@ class StepLoop {
   void TakeFromInbox();
   void DropCancelled();
   void ResumePreempted();
+  void GiveWay();
   bool MakeRoom();
-  bool PreemptLeastUrgent();
+  bool PreemptLeastUrgent(absl::FunctionRef<bool(const Entry& entry)> may);
   void WaitForPages(Entry entry);
   void StepAll();
   absl::Status StepThese(std::vector<Entry*> entries);
@@ -102,6 +107,7 @@ class StepLoop {
   void Touch();
 
   engine::Engine* const engine_;
+  engine::Admission* const admission_;
   const size_t max_queued_;
   const size_t max_batch_;
   Clock& clock_;

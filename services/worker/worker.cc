@@ -175,11 +175,13 @@ absl::Status Worker::BuildEngine(int32_t end_token_id) {
   engine_ = std::make_unique<engine::Engine>(forward_.get(), pool_.get(), options, exec);
   admission_ = std::make_unique<engine::Admission>(
       pool_.get(),
-      engine::AdmissionOptions{config_.expected_output_quantile, config_.first_output_share});
+      engine::AdmissionOptions{config_.expected_output_quantile, config_.first_output_share},
+      clock_);
   // Every sequence that is not preempted holds a state slot, so neither the inbox nor the batch can
   // overflow.
   const auto max_sequences = static_cast<size_t>(config_.max_sequences);
-  loop_ = std::make_unique<StepLoop>(engine_.get(), max_sequences, max_sequences, clock_);
+  loop_ = std::make_unique<StepLoop>(engine_.get(), admission_.get(), max_sequences, max_sequences,
+                                     clock_);
   return absl::OkStatus();
 }
 

@@ -192,6 +192,34 @@ TEST(EngineLoadTest, AResumedSequenceIsChargedOnce) {
   ExpectAllFaithful(engine);
 }
 
+// Long replies of the lowest class have taken everything; urgent requests come beside them.
+TEST(EngineLoadTest, AnUrgentRequestDoesNotWaitForRepliesOfALowerClass) {
+  LoadedEngine engine(SizesOf(4096, 8));
+  for (int i = 0; i < 8; ++i) {
+    engine.Ask({.num_prompt_tokens = 300, .max_output_tokens = 3000, .priority = Priority::kLow});
+  }
+  std::vector<LoadRequest*> urgent;
+  absl::Time next = engine.now() + absl::Seconds(5);
+  engine.RunFor(absl::Seconds(100), [&] {
+    if (engine.now() < next) return;
+    next += absl::Seconds(10);
+    urgent.push_back(&engine.Ask(
+        {.num_prompt_tokens = 900, .max_output_tokens = 50, .priority = Priority::kHigh}));
+  });
+  engine.RunToTheEnd(absl::Hours(1));
+  std::vector<absl::Duration> waits;
+  for (const LoadRequest* request : urgent) waits.push_back(request->admitted - request->arrived);
+  const auto num_preemptions = static_cast<size_t>(engine.loop().num_preemptions());
+  printf(
+      "an urgent request beside long replies: longest wait %.0f ms, %zu requests, %zu "
+      "preemptions\n",
+      Milliseconds(QuantileOf(waits, 1)), urgent.size(), num_preemptions);
+  EXPECT_LE(QuantileOf(waits, 1), StepAndChunk(SizesOf(4096, 8)));
+  EXPECT_GT(num_preemptions, 0);
+  ExpectAllFaithful(engine);
+  ExpectAllFree(engine);
+}
+
 // Low requests under a continuous load of high ones that alone would fill the engine.
 TEST(EngineLoadTest, ALowRequestIsServedUnderAContinuousLoadOfUrgentOnes) {
   LoadedEngine engine(SizesOf(4096, 8));

@@ -28,9 +28,10 @@ LoadedEngine::LoadedEngine(const LoadSizes& sizes) : sizes_(sizes) {
   options.max_batch_tokens = sizes.max_batch_tokens;
   options.eos_token_id = sizes.script.end_token_id;
   engine_ = std::make_unique<engine::Engine>(forward_.get(), pool_.get(), options, kernels::Exec{});
-  admission_ = std::make_unique<engine::Admission>(pool_.get(), sizes.admission);
+  admission_ = std::make_unique<engine::Admission>(pool_.get(), sizes.admission, clock_);
   const auto max_sequences = static_cast<size_t>(sizes.max_sequences);
-  loop_ = std::make_unique<worker::StepLoop>(engine_.get(), max_sequences, max_sequences, clock_);
+  loop_ = std::make_unique<worker::StepLoop>(engine_.get(), admission_.get(), max_sequences,
+                                             max_sequences, clock_);
 }
 
 // The loop has no thread here: its last round ends what is left.
@@ -43,6 +44,7 @@ LoadRequest& LoadedEngine::Ask(const LoadRequest& request) {
   requests_.push_back(std::make_unique<LoadRequest>(request));
   LoadRequest& asked = *requests_.back();
   asked.arrived = clock_.Now();
+  asked.name = absl::StrCat("request ", requests_.size());
   for (int64_t i = 0; i < asked.num_prompt_tokens; ++i) {
     const auto bits = static_cast<int64_t>(requests_.size() * 7919) + i * 31;
     asked.prompt.push_back(static_cast<int32_t>(2 + bits % (sizes_.script.vocab_size - 2)));
@@ -57,9 +59,12 @@ LoadRequest& LoadedEngine::Ask(const LoadRequest& request) {
 
 absl::Status LoadedEngine::Begin(LoadRequest& request) {
   const Urgency urgency = UrgencyOf(request);
-  ISTHMUS_ASSIGN_OR_RETURN(
-      engine::Admission::Claim claim,
-      admission_->Admit({request.num_prompt_tokens, request.max_output_tokens, urgency}));
+  ISTHMUS_ASSIGN_OR_RETURN(engine::Admission::Claim claim,
+                           admission_->Admit({.num_prompt_tokens = request.num_prompt_tokens,
+                                              .max_output_tokens = request.max_output_tokens,
+                                              .urgency = urgency,
+                                              .may_preempt = true,
+                                              .request_id = request.name}));
   engine::SamplingParams sampling;
   sampling.max_tokens = request.max_output_tokens;
   ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence,

@@ -54,6 +54,8 @@ struct TestRequest {
   uint64_t router = kTestRouter;
   std::string cache_salt = {};
   v1::Priority priority = v1::PRIORITY_UNSPECIFIED;
+  std::string request_id = "r";
+  bool may_preempt = false;
 };
 
 inline TestRequest RequestOf(size_t num_tokens, uint32_t max_output_tokens = 6,
@@ -108,7 +110,8 @@ class WorkerPair {
   absl::StatusOr<v1::KvReservation> Reserve(const TestRequest& request) {
     v1::ReserveCall call;
     call.set_transfer_id(request.transfer_id);
-    call.set_request_id("r");
+    call.set_request_id(request.request_id);
+    call.set_may_preempt(request.may_preempt);
     call.set_num_prompt_tokens(request.prompt.size());
     call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
     call.set_cache_salt(request.cache_salt);
