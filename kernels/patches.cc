@@ -13,6 +13,7 @@
 #include "kernels/hyper_connection/hyper_connection.h"
 #include "kernels/indexer/indexer.h"
 #include "kernels/linear/linear.h"
+#include "kernels/sampling/sampling.h"
 
 namespace isthmus::kernels {
 
@@ -22,7 +23,7 @@ std::span<const Patch* const> AllPatches() {
     for (const std::span<const Patch* const> some :
          {AllReducePatches(), AttentionPatches(), CompressorPatches(), ExpertsPatches(),
           AttentionInputsPatches(), ExpertChoicePatches(), PostPrePatches(),
-          HyperConnectionPatches(), IndexerPatches(), LinearPatches()}) {
+          HyperConnectionPatches(), IndexerPatches(), LinearPatches(), SamplingPatches()}) {
       all.insert(all.end(), some.begin(), some.end());
     }
     return all;

@@ -17,7 +17,21 @@ constexpr int64_t kMaxVocabulary = std::numeric_limits<int32_t>::max();
 // Sums of masses in units of 2^-46 fit in 64 bits.
 constexpr int64_t kMaxDeviceVocabulary = (int64_t{1} << 18) - 1;
 
+constexpr Patch kCandidates = {.name = "sampling.candidates",
+                               .summary =
+                                   "A draw on the CPU ranks only the tokens that may be drawn, "
+                                   "found by adding up masses above "
+                                   "a few thresholds, instead of sorting the vocabulary.",
+                               .phases = kPhasePrefill | kPhaseDecode,
+                               .default_on = true,
+                               .bound = {},
+                               .test = "SamplingVariantTest",
+                               .decision = "kernels/sampling/decisions/0003-rank-candidates.md"};
+
+constexpr const Patch* kPatches[] = {&kCandidates};
+
 constexpr SamplingVariant kVariants[] = {
+    {&kCandidates, kCpuOnly, RanksCandidates, LaunchSampleCandidates},
     {nullptr, kCpuOnly, nullptr, LaunchSampleCpu},
 };
 constexpr SamplingBatchVariant kBatchVariants[] = {
@@ -46,6 +60,8 @@ absl::Status ValidateSampling(float temperature, float top_p, int32_t top_k, flo
   }
   return absl::OkStatus();
 }
+
+std::span<const Patch* const> SamplingPatches() { return kPatches; }
 
 std::span<const SamplingVariant> SamplingVariants() { return kVariants; }
 

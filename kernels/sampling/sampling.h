@@ -28,12 +28,14 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/core/exec.h"
 #include "kernels/core/host_device.h"
 #include "kernels/core/tensor.h"
+#include "services/base/patch.h"
 
 namespace isthmus::kernels {
 
@@ -66,6 +68,8 @@ struct SamplingBatchArgs {
 };
 
 absl::Status SampleBatch(const SamplingBatchArgs& args, const Exec& exec);
+
+std::span<const Patch* const> SamplingPatches();
 
 namespace sampling {
 // A bijection of 64 bits that spreads every input bit over the output (Steele, Lea and Flood, "Fast

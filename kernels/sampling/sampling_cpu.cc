@@ -5,14 +5,13 @@
 // vocabulary would cost five times as much. Compiled once for the floor (AVX2).
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
-#include <limits>
 
 #include "hwy/highway.h"
 #include "kernels/core/math.h"
 #include "kernels/core/scratch_count.h"
 #include "kernels/core/workspace.h"
+#include "kernels/sampling/sampling_ranks.h"
 #include "kernels/sampling/sampling_variants.h"
 
 namespace isthmus::kernels {
@@ -21,23 +20,8 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 constexpr hn::FixedTag<float, 8> kFloats;
 constexpr int64_t kLanes = 8;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-// The largest finite logit, or -infinity when there is none.
-float LargestFinite(const float* logits, int64_t n) {
-  const auto lowest = hn::Set(kFloats, kLowest);
-  auto largest = lowest;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const auto value = hn::LoadU(kFloats, logits + i);
-    largest = hn::Max(largest, hn::IfThenElse(hn::IsFinite(value), value, lowest));
-  }
-  float result = hn::GetLane(hn::MaxOfLanes(kFloats, largest));
-  for (; i < n; ++i) {
-    if (std::isfinite(logits[i])) result = std::max(result, logits[i]);
-  }
-  return result;
-}
+// Fewer are compared: the digits of a radix sort cost a few microseconds even for one.
+constexpr int64_t kFewRanked = 256;
 
 // The smallest id whose logit equals `value`, which occurs.
 int32_t FirstEqual(const float* logits, int64_t n, float value) {
@@ -50,17 +34,7 @@ int32_t FirstEqual(const float* logits, int64_t n, float value) {
   return static_cast<int32_t>(i);
 }
 
-struct Ranked {
-  uint32_t key = 0;  // Ascending key = descending logit.
-  int32_t id = 0;
-};
-
-uint32_t DescendingKey(float logit) {
-  const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);  // -0 becomes +0: they are equal.
-  return (bits & 0x80000000u) != 0 ? bits : bits ^ 0x7fffffffu;
-}
-
-// Sorts `items` stably by key; `scratch` holds as many. The result is in `scratch`.
+// Stably by key: three passes of 11 bits.
 void RadixSort(Ranked* items, Ranked* scratch, int64_t n) {
   constexpr int kDigitBits = 11;
   constexpr int kPasses = 3;
@@ -81,8 +55,33 @@ void RadixSort(Ranked* items, Ranked* scratch, int64_t n) {
   }
 }
 
-// The drawn token among `n` ranked ones with these masses; the first mass is 1.
-int32_t Draw(const SamplingArgs& args, const Ranked* ranked, const float* mass, int64_t n) {
+}  // namespace
+
+float LargestFinite(const float* logits, int64_t n) {
+  const auto lowest = hn::Set(kFloats, kNoFiniteLogit);
+  auto largest = lowest;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const auto value = hn::LoadU(kFloats, logits + i);
+    largest = hn::Max(largest, hn::IfThenElse(hn::IsFinite(value), value, lowest));
+  }
+  float result = hn::GetLane(hn::MaxOfLanes(kFloats, largest));
+  for (; i < n; ++i) {
+    if (std::isfinite(logits[i])) result = std::max(result, logits[i]);
+  }
+  return result;
+}
+
+void SortRanked(Ranked* items, Ranked* scratch, int64_t n) {
+  if (n > kFewRanked) {
+    RadixSort(items, scratch, n);
+    return;
+  }
+  std::copy_n(items, n, scratch);
+  std::sort(scratch, scratch + n);
+}
+
+int32_t DrawRanked(const SamplingArgs& args, const Ranked* ranked, const float* mass, int64_t n) {
   if (args.top_k > 0) n = std::min<int64_t>(n, args.top_k);
   double total = 0.0;
   for (int64_t rank = 0; rank < n; ++rank) total += mass[rank];
@@ -102,8 +101,6 @@ int32_t Draw(const SamplingArgs& args, const Ranked* ranked, const float* mass, 
   return ranked[0].id;  // Not reached: `reached` ends at `kept`, which is above the target.
 }
 
-}  // namespace
-
 int64_t SampleScratchBytes(int64_t vocab) {
   ScratchCount scratch;
   scratch.Take<Ranked>(vocab);
@@ -115,7 +112,7 @@ int64_t SampleScratchBytes(int64_t vocab) {
 absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& exec) {
   const float* logits = args.logits.f32();
   const float largest = LargestFinite(logits, args.logits.size);
-  if (largest == kLowest) return NoFiniteLogit(args.logits.size);
+  if (largest == kNoFiniteLogit) return NoFiniteLogit(args.logits.size);
   if (args.temperature == 0.0f) return FirstEqual(logits, args.logits.size, largest);
 
   Workspace::Scope scope(exec.workspace);
@@ -126,19 +123,19 @@ absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& ex
     if (!std::isfinite(logits[id])) continue;
     items[n++] = {DescendingKey(logits[id]), static_cast<int32_t>(id)};
   }
-  RadixSort(items, ranked, n);
+  SortRanked(items, ranked, n);
   auto* mass = scope.Take<float>(n);
   for (int64_t rank = 0; rank < n; ++rank) {
     mass[rank] = Exp((logits[ranked[rank].id] - largest) / args.temperature);
   }
-  return Draw(args, ranked, mass, n);
+  return DrawRanked(args, ranked, mass, n);
 }
 
 // One row after another: a server on the CPU samples few.
 absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exec) {
   for (int64_t t = 0; t < args.logits.rows; ++t) {
     const VectorView logits = F32Vector(args.logits.f32(t), args.logits.cols);
-    if (LargestFinite(logits.f32(), logits.size) == kLowest) {
+    if (LargestFinite(logits.f32(), logits.size) == kNoFiniteLogit) {
       args.tokens[t] = -1;
       continue;
     }

@@ -347,6 +347,7 @@ TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheDefinition) {
       args.logits = View(logits);
       args.seed = 99;
       args.min_p = base.top_k == 40 ? 0.1f : 0.0f;
+      if (variant.supports != nullptr && !variant.supports(args)) continue;
       for (args.counter = 0; args.counter < static_cast<uint64_t>(draws); ++args.counter) {
         const absl::StatusOr<int32_t> token = variant.launch(args, exec);
         const absl::StatusOr<int32_t> expected = SampleDefinition(args, Exec{});
@@ -357,6 +358,86 @@ TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheDefinition) {
       }
     }
   }
+}
+
+// Rows as a model gives them and as none does, against the trusted path.
+std::vector<float> RowOf(int kind, int64_t vocab, uint64_t seed) {
+  std::vector<float> row = NormalValues(seed, vocab, kind == 1 ? 0.01f : 3.0f);
+  for (int64_t id = 0; id < vocab; ++id) {
+    float& logit = row[static_cast<size_t>(id)];
+    if (kind == 2 && id % 97 == 3) logit += 25.0f - 0.1f * static_cast<float>(id % 50);
+    if (kind == 3) logit = std::round(logit * 4.0f) * 0.25f;  // Ties.
+    if (kind == 4) logit = id % 3 == 0 ? 0.0f : -0.0f;
+    if (kind == 5 && id > 2) logit = -80.0f;  // Masses next to nothing.
+    if (kind == 6) logit *= 1e37f;
+    if (kind == 7) logit = id == vocab / 2 ? 30.0f : logit - 30.0f;  // One stands out.
+    if (id % 41 == 7) logit = id % 2 == 0 ? kNan : (id % 3 == 0 ? kInfinity : -kInfinity);
+  }
+  return row;
+}
+
+TEST_P(SamplingVariantTest, ChoosesTheTokensOfTheTrustedPathInEveryRow) {
+  const SamplingVariant& variant = GetParam();
+  if (variant.arches.begin != kArchCpu) GTEST_SKIP() << "needs sm_" << variant.arches.begin;
+  Workspace workspace;
+  const Exec exec = {.workspace = &workspace};
+  for (const int64_t vocab : {256, 3001}) {
+    for (int kind = 0; kind < 8; ++kind) {
+      const std::vector<float> row = RowOf(kind, vocab, static_cast<uint64_t>(kind));
+      for (const float temperature : {1.0f, 0.3f, 1e-3f, 2.0f, 1e30f}) {
+        for (const float top_p : {1.0f, 0.95f, 0.5f, 0.9999f, 1e-6f}) {
+          for (const int32_t top_k : {0, 1, 50, 700}) {
+            SamplingArgs args = Drawn(temperature, top_p, top_k);
+            args.logits = View(row);
+            if (variant.supports != nullptr && !variant.supports(args)) continue;
+            for (args.counter = 0; args.counter < 4; ++args.counter) {
+              args.min_p = args.counter == 3 ? 0.02f : 0.0f;
+              ASSERT_EQ(*variant.launch(args, exec), *LaunchSampleCpu(args, exec))
+                  << vocab << " logits, row " << kind << ", temperature " << temperature
+                  << ", top_p " << top_p << ", top_k " << top_k << ", counter " << args.counter;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// What the trusted path alone takes is the scratch for a ranking of all tokens.
+class CandidatesTest : public ::testing::Test {
+ protected:
+  int64_t ScratchOf(SamplingArgs args, const std::vector<float>& row) {
+    Workspace workspace;
+    args.logits = View(row);
+    const absl::StatusOr<int32_t> token =
+        LaunchSampleCandidates(args, Exec{.workspace = &workspace});
+    EXPECT_EQ(*token, *LaunchSampleCpu(args, Exec{}));
+    return workspace.peak_bytes();
+  }
+  const int64_t all_ = SampleScratchBytes(5000);
+};
+
+TEST_F(CandidatesTest, AreFoundWithoutARankingOfAll) {
+  for (const int kind : {0, 2, 7}) {
+    const std::vector<float> row = RowOf(kind, 5000, 1);
+    for (uint64_t counter = 0; counter < 20; ++counter) {
+      SamplingArgs args = Drawn(1.0f, 0.95f);
+      args.counter = counter;
+      EXPECT_LT(ScratchOf(args, row), all_) << kind;
+      args.top_p = 1.0f;
+      EXPECT_LT(ScratchOf(args, row), all_) << kind;
+      args.min_p = 0.1f;
+      EXPECT_LT(ScratchOf(args, row), all_) << kind;
+      args.top_k = 50;
+      EXPECT_LT(ScratchOf(args, row), all_ / 10) << kind;
+    }
+  }
+}
+
+TEST_F(CandidatesTest, LeaveACutThatHangsOnTheOrderOfASumToTheTrustedPath) {
+  // Half of equal masses is reached exactly, or nearly, by half of them.
+  EXPECT_EQ(ScratchOf(Drawn(1.0f, 0.5f), std::vector<float>(5000, 1.0f)), all_);
+  EXPECT_LT(ScratchOf(Drawn(1.0f, 0.50005f), std::vector<float>(5000, 1.0f)), 2 * all_);
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, SamplingVariantTest,

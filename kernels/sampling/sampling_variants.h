@@ -31,6 +31,9 @@ absl::Status ValidateSamplingArgs(const SamplingArgs& args);
 // `arch` is that of the Exec: on a device only shapes are checked, not what stands in its memory.
 absl::Status ValidateSamplingBatch(const SamplingBatchArgs& args, int arch);
 
+// Whether LaunchSampleCandidates takes the arguments; it may still leave them to LaunchSampleCpu.
+bool RanksCandidates(const SamplingArgs& args);
+absl::StatusOr<int32_t> LaunchSampleCandidates(const SamplingArgs& args, const Exec& exec);
 absl::StatusOr<int32_t> LaunchSampleCpu(const SamplingArgs& args, const Exec& exec);
 absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exec);
 // Null in a build without CUDA, so that its row of the table is never chosen.

@@ -20,6 +20,7 @@ Engine::Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions
     : forward_(forward), pool_(pool), options_(options), exec_(exec) {
   if (exec_.workspace == nullptr) exec_.workspace = &workspace_;
   sampling_exec_.threads = exec_.threads;
+  sampling_exec_.patches = exec_.patches;
   sampling_exec_.workspace = kernels::IsDevice(exec_.arch) ? &workspace_ : exec_.workspace;
 }
 
