@@ -15,7 +15,7 @@
 // Numerics   f64 per token, rounded to f32 once; what exceeds f32 becomes its limit, so that a
 //            finite logit stays finite. Logits of other tokens keep their bits. What is not finite
 //            stays as it is, but for banned tokens: a NaN is never made into a number.
-// Workspace  On a CPU 8 bytes per bias. The time is that of the lists, never of the vocabulary.
+// Workspace  On a CPU 16 bytes per bias. The time is that of the lists, never of the vocabulary.
 // Phases     Prefill (the first token), decode.
 // Devices    The CPU only: few requests ask for it, and sampling rows lie on the host.
 // Errors     InvalidArgument  Empty logits; an id outside [0, vocab); mentions out of order or with
