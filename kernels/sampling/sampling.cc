@@ -17,6 +17,16 @@ constexpr int64_t kMaxVocabulary = std::numeric_limits<int32_t>::max();
 // Sums of masses in units of 2^-46 fit in 64 bits.
 constexpr int64_t kMaxDeviceVocabulary = (int64_t{1} << 18) - 1;
 
+constexpr Patch kOnDevice = {
+    .name = "sampling.on_device",
+    .summary =
+        "A step on a GPU draws its tokens itself, so that a token comes back to the host instead "
+        "of a row of the vocabulary, and the host does not draw one row after another.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    .bound = kTrustedBound,
+    .test = "SamplingOnDeviceTest",
+    .decision = "kernels/sampling/decisions/0001-drawn-beside-the-logits.md"};
 constexpr Patch kCandidates = {.name = "sampling.candidates",
                                .summary =
                                    "A draw on the CPU ranks only the tokens that may be drawn, "
@@ -28,7 +38,7 @@ constexpr Patch kCandidates = {.name = "sampling.candidates",
                                .test = "SamplingVariantTest",
                                .decision = "kernels/sampling/decisions/0003-rank-candidates.md"};
 
-constexpr const Patch* kPatches[] = {&kCandidates};
+constexpr const Patch* kPatches[] = {&kOnDevice, &kCandidates};
 
 constexpr SamplingVariant kVariants[] = {
     {&kCandidates, kCpuOnly, RanksCandidates, LaunchSampleCandidates},
@@ -82,6 +92,10 @@ absl::Status ValidateSamplingArgs(const SamplingArgs& args) {
 absl::Status NoFiniteLogit(int64_t vocabulary) {
   return absl::InvalidArgumentError(
       absl::StrCat("sampling: none of the ", vocabulary, " logits is finite"));
+}
+
+bool DrawsOnDevice(int64_t vocabulary, const Exec& exec) {
+  return IsDevice(exec.arch) && vocabulary <= kMaxDeviceVocabulary && IsActive(kOnDevice, exec);
 }
 
 absl::StatusOr<int32_t> Sample(const SamplingArgs& args, const Exec& exec) {

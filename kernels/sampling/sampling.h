@@ -69,6 +69,10 @@ struct SamplingBatchArgs {
 
 absl::Status SampleBatch(const SamplingBatchArgs& args, const Exec& exec);
 
+// Whether a step on a GPU draws tokens beside its logits, so that tokens come back to the host in
+// place of rows of the vocabulary (patch sampling.on_device).
+bool DrawsOnDevice(int64_t vocabulary, const Exec& exec);
+
 std::span<const Patch* const> SamplingPatches();
 
 namespace sampling {

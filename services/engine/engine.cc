@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -106,8 +107,11 @@ struct Engine::Pass {
   std::vector<int64_t> logit_rows;
   std::vector<Caught> caught_up;
   std::vector<PromptRows> prompts;
-  std::vector<std::vector<int32_t>> accepted;  // One per logit row, as limits.
+  // One per logit row each.
+  std::vector<std::vector<int32_t>> accepted;
   std::vector<int64_t> limits;
+  std::vector<std::optional<model::RowDraw>> draws;
+  std::vector<int32_t> drawn;
 };
 
 // A prompt ends with one token, which travels alone; a reply never outgrows its longest length, nor
@@ -138,7 +142,9 @@ absl::Status Engine::Gather(std::span<const StepPart> parts, Pass& pass) {
     pass.caught_up.push_back({.sequence = sequence, .logit_row = pass.logit_rows.size()});
     pass.logit_rows.push_back(first_row + count - 1);
     pass.limits.push_back(limit);
+    pass.draws.push_back(DrawOf(*sequence));
   }
+  pass.drawn.assign(pass.draws.size(), model::kNotDrawn);
   if (forward_->max_accepted() > 0) pass.accepted.resize(pass.logit_rows.size());
   return absl::OkStatus();
 }
@@ -156,6 +162,7 @@ void Engine::GatherPromptRows(Sequence& sequence, int64_t first_row, int64_t cou
   for (int64_t token = first_token; token < end_token; ++token) {
     pass.logit_rows.push_back(first_row + token - 1 - start);
     pass.limits.push_back(0);
+    pass.draws.emplace_back();
     pass.prompts.back().logprobs.emplace_back();
   }
 }
@@ -181,7 +188,9 @@ absl::Status Engine::Step(std::span<Sequence* const> sequences) {
                              .logit_rows = pass.logit_rows,
                              .logits = kernels::F32Matrix(logits_, num_rows, vocab),
                              .accepted = pass.accepted,
-                             .accepted_limits = pass.limits},
+                             .accepted_limits = pass.limits,
+                             .draws = pass.draws,
+                             .drawn = pass.drawn},
                             exec)));
   ISTHMUS_RETURN_IF_ERROR(Sample(pass));
   Commit(pass, ++num_steps_);
@@ -227,8 +236,8 @@ absl::Status Engine::Sample(Pass& pass) {
                                               " tokens of at most ", limit));
     }
     ISTHMUS_ASSIGN_OR_RETURN(
-        caught.gain,
-        DrawTokens(*caught.sequence, accepted, row(caught.logit_row), SamplerModelOf(), exec));
+        caught.gain, DrawTokens(*caught.sequence, accepted, row(caught.logit_row), SamplerModelOf(),
+                                exec, pass.drawn[caught.logit_row]));
     return absl::OkStatus();
   };
   const auto num_draws = static_cast<int64_t>(pass.caught_up.size());

@@ -32,7 +32,8 @@ struct EngineOptions {
 class Engine {
  public:
   // `forward`, `pool` and the threads of `exec` must outlive the engine. With the Exec of a GPU the
-  // forward pass and the pages are there; tokens are sampled on the host.
+  // forward pass and the pages are there; tokens that it does not draw itself (model::RowDraw) are
+  // sampled on the host.
   Engine(model::Forward* forward, kv::CachePool* pool, const EngineOptions& options,
          const kernels::Exec& exec);
 

@@ -88,6 +88,8 @@ RankForward::RankStep::RankStep(const Rank& rank, const model::ForwardBatch& who
   if (!whole.logit_rows.empty()) {
     batch.logits = whole.logits.Columns(rank.vocabulary.first, rank.vocabulary.count);
   }
+  batch.draws = {};  // A rank has columns of the rows alone; the tokens are the caller's to draw.
+  batch.drawn = {};
   if (whole.tap != nullptr && !is_first) {
     tap.input_streams = whole.tap->input_streams;
     batch.tap = &tap;

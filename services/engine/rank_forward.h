@@ -59,7 +59,7 @@ class RankForward : public model::Forward {
   ~RankForward() override;
 
   // Phase, patches and batch_invariant of `exec` go to every rank; the rest of it is each rank's
-  // own. Taps see the tensors of rank 0.
+  // own. Taps see the tensors of rank 0. No rank draws tokens: each has columns of the logits.
   absl::Status Run(const model::ForwardBatch& batch, const kernels::Exec& exec) override;
 
   int64_t vocab_size() const override { return first().vocab_size(); }

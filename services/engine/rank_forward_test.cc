@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -66,7 +67,9 @@ class RankForwardTest : public testing::Test {
     return {.tokens = tokens_,
             .sequences = {&sequence_, 1},
             .logit_rows = logit_rows_,
-            .logits = kernels::F32Matrix(logits_, 2, kVocab)};
+            .logits = kernels::F32Matrix(logits_, 2, kVocab),
+            .draws = draws_,
+            .drawn = drawn_};
   }
 
   FakeForward forwards_[2];
@@ -79,6 +82,8 @@ class RankForwardTest : public testing::Test {
   std::vector<int32_t> tokens_ = {1, 2};
   std::vector<int64_t> logit_rows_ = {0, 1};
   float logits_[2 * kVocab] = {};
+  std::optional<model::RowDraw> draws_[2] = {model::RowDraw{}, std::nullopt};
+  int32_t drawn_[2] = {model::kNotDrawn, model::kNotDrawn};
   int num_stalls_ = 0;
   Mutex mutex_;
   CondVar changed_;
@@ -95,6 +100,8 @@ TEST_F(RankForwardTest, GivesEveryRankItsColumnsAndItsCopyOfTheCache) {
       EXPECT_EQ(exec.phase, kPhaseDecode);
       EXPECT_EQ(batch.tokens.size(), 2u);
       EXPECT_EQ(batch.logits.cols, 3);
+      EXPECT_TRUE(batch.draws.empty());  // Of a part of the columns nothing can be drawn.
+      EXPECT_TRUE(batch.drawn.empty());
       state[r] = batch.sequences[0].state;
       page[r] = batch.sequences[0].pages[0][1];
       num_sms[r] = exec.num_sms;

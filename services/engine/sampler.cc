@@ -217,6 +217,19 @@ bool TakesDrafts(const Sequence& sequence) {
          MayEnd(sampling, sequence.num_output_tokens());
 }
 
+std::optional<model::RowDraw> DrawOf(const Sequence& sequence) {
+  const SamplingParams& sampling = sequence.sampling;
+  const bool has_further = sequence.num_output_tokens() == 0 && !sampling.further_seeds.empty();
+  // Drafts stand for tokens that nothing but the logits decides as well.
+  if (!TakesDrafts(sequence) || sampling.wants_logits_digests || has_further) return std::nullopt;
+  return model::RowDraw{.temperature = sampling.temperature,
+                        .top_p = sampling.top_p,
+                        .top_k = sampling.top_k,
+                        .min_p = sampling.min_p,
+                        .seed = sampling.seed,
+                        .counter = sequence.num_draws};
+}
+
 FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
                         const SamplerModel& model) {
   const SamplingParams& sampling = sequence.sampling;
@@ -231,7 +244,7 @@ FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
 
 absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> drafted,
                                 const kernels::VectorView& logits, const SamplerModel& model,
-                                const kernels::Exec& exec) {
+                                const kernels::Exec& exec, int32_t drawn_id) {
   Gain gain;
   const int64_t first = sequence.num_output_tokens();
   for (size_t i = 0; i < drafted.size(); ++i) {
@@ -239,8 +252,14 @@ absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> dra
     gain.finish = FinishWith(sequence, drafted[i], first + static_cast<int64_t>(i), model);
     if (gain.finish != FinishReason::kNone) return gain;
   }
-  RowSampler sampler(sequence, logits, exec);
   const int64_t index = first + static_cast<int64_t>(drafted.size());
+  if (drawn_id != model::kNotDrawn) {
+    if (drawn_id < 0) return kernels::NoFiniteLogit(model.vocab_size);
+    gain.finish = FinishWith(sequence, drawn_id, index, model);
+    gain.tokens.push_back({.id = drawn_id});
+    return gain;
+  }
+  RowSampler sampler(sequence, logits, exec);
   ISTHMUS_RETURN_IF_ERROR(sampler.Edit(sequence, index, model.end_token_id));
   const uint64_t counter = sequence.num_draws + gain.tokens.size();
   ISTHMUS_ASSIGN_OR_RETURN(DrawnToken drawn, sampler.Draw(sequence.sampling.seed, counter));

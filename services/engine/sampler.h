@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "kernels/core/exec.h"
 #include "kernels/core/tensor.h"
 #include "services/engine/sequence.h"
+#include "services/model/row_draw.h"
 
 namespace isthmus::engine {
 
@@ -34,6 +36,11 @@ absl::Status ValidateSamplingParams(const SamplingParams& sampling, const Sample
 // about every row: such sequences gain one token in a step.
 bool TakesDrafts(const Sequence& sequence);
 
+// The draw of the next token, where it depends on nothing but the model's logits and where nothing
+// else is wanted of them, so that the forward pass may make it: no changes of the logits, nothing
+// told about them, no further replies to draw for.
+std::optional<model::RowDraw> DrawOf(const Sequence& sequence);
+
 // How the reply ends with `token` as its output token number `index`, from 0 on: kNone when it goes
 // on. Where a stop and a limit meet, it is the stop.
 FinishReason FinishWith(const Sequence& sequence, int32_t token, int64_t index,
@@ -49,11 +56,13 @@ struct Gain {
 };
 
 // `drafted`: tokens that the forward pass has accepted already; `logits`: the row behind the last
-// of them, [vocab], which is not changed. Of the sequence nothing changes but its `counts`, which
-// catch up with its tokens where they are asked for. InvalidArgument: the row has no finite logit.
+// of them, [vocab], which is not changed. `drawn_id`: what the forward pass has drawn from that row
+// by DrawOf, whose logits are not read then. Of the sequence nothing changes but its `counts`,
+// which catch up with its tokens where they are asked for. InvalidArgument: the row has no finite
+// logit.
 absl::StatusOr<Gain> DrawTokens(Sequence& sequence, std::span<const int32_t> drafted,
                                 const kernels::VectorView& logits, const SamplerModel& model,
-                                const kernels::Exec& exec);
+                                const kernels::Exec& exec, int32_t drawn_id = model::kNotDrawn);
 
 // Writes what was gained into the sequence.
 void Append(Gain gain, Sequence& sequence);

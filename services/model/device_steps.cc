@@ -34,11 +34,16 @@ bool IsDecode(const ForwardBatch& batch, const kernels::Exec& exec) {
          batch.logit_rows.size() == rows;
 }
 
+bool WantsDraws(const ForwardBatch& batch) {
+  return std::ranges::any_of(batch.draws, [](const auto& draw) { return draw.has_value(); });
+}
+
 // As it is, or rounded up to what a graph serves.
-StepShape ShapeOf(const ForwardBatch& batch, bool for_graph) {
+StepShape ShapeOf(const ForwardBatch& batch, bool for_graph, bool has_draws) {
   StepShape shape = {.rows = static_cast<int64_t>(batch.tokens.size()),
                      .sequences = static_cast<int64_t>(batch.sequences.size()),
-                     .logit_rows = static_cast<int64_t>(batch.logit_rows.size())};
+                     .logit_rows = static_cast<int64_t>(batch.logit_rows.size()),
+                     .has_draws = has_draws};
   for (const kernels::SequenceKv& s : batch.sequences) {
     shape.max_rows_per_sequence = std::max(shape.max_rows_per_sequence, s.num_rows);
     shape.max_tokens = std::max(shape.max_tokens, s.start_position + s.num_rows);
@@ -65,6 +70,14 @@ StepStage::Offsets StepStage::PlaceParts(const ForwardBatch& batch, const StepSh
   at.row_position = place(4 * shape.rows);
   at.logit_rows = place(4 * shape.logit_rows);
   at.positions = place(8 * shape.rows);
+  if (shape.has_draws) {
+    at.seed = place(8 * shape.logit_rows);
+    at.counter = place(8 * shape.logit_rows);
+    at.temperature = place(4 * shape.logit_rows);
+    at.top_p = place(4 * shape.logit_rows);
+    at.top_k = place(4 * shape.logit_rows);
+    at.min_p = place(4 * shape.logit_rows);
+  }
   at.sequences = place(static_cast<int64_t>(sizeof(kernels::DeviceSequence)) * shape.sequences);
   int64_t num_pages = 0;
   for (const kernels::SequenceKv& s : batch.sequences) {
@@ -137,12 +150,32 @@ void StepStage::WriteSequences(const ForwardBatch& batch, const StepShape& shape
   }
 }
 
+void StepStage::WriteDraws(const ForwardBatch& batch, const StepShape& shape) {
+  auto* seed = reinterpret_cast<uint64_t*>(host_.data() + at_.seed);
+  auto* counter = reinterpret_cast<uint64_t*>(host_.data() + at_.counter);
+  auto* temperature = reinterpret_cast<float*>(host_.data() + at_.temperature);
+  auto* top_p = reinterpret_cast<float*>(host_.data() + at_.top_p);
+  auto* top_k = reinterpret_cast<int32_t*>(host_.data() + at_.top_k);
+  auto* min_p = reinterpret_cast<float*>(host_.data() + at_.min_p);
+  for (int64_t r = 0; r < shape.logit_rows; ++r) {
+    const auto i = static_cast<size_t>(r);
+    const RowDraw draw = i < batch.draws.size() ? batch.draws[i].value_or(RowDraw{}) : RowDraw{};
+    seed[r] = draw.seed;
+    counter[r] = draw.counter;
+    temperature[r] = draw.temperature;
+    top_p[r] = draw.top_p;
+    top_k[r] = draw.top_k;
+    min_p[r] = draw.min_p;
+  }
+}
+
 absl::Status StepStage::Load(const ForwardBatch& batch, const StepShape& shape, void* stream,
                              bool* has_moved) {
   at_ = PlaceParts(batch, shape);
   ISTHMUS_RETURN_IF_ERROR(Grow(at_.end, has_moved));
   WriteRows(batch, shape);
   WriteSequences(batch, shape);
+  if (shape.has_draws) WriteDraws(batch, shape);
   const std::byte* base = device_.data();
   tokens_ = reinterpret_cast<const int32_t*>(base + at_.tokens);
   positions_ = reinterpret_cast<const int64_t*>(base + at_.positions);
@@ -154,13 +187,25 @@ absl::Status StepStage::Load(const ForwardBatch& batch, const StepShape& shape, 
             .num_sequences = shape.sequences,
             .max_rows_per_sequence = shape.max_rows_per_sequence,
             .max_tokens = shape.max_tokens};
+  draws_ = {};
+  if (shape.has_draws) {
+    draws_ = {.logits = {},
+              .temperature = reinterpret_cast<const float*>(base + at_.temperature),
+              .top_p = reinterpret_cast<const float*>(base + at_.top_p),
+              .top_k = reinterpret_cast<const int32_t*>(base + at_.top_k),
+              .min_p = reinterpret_cast<const float*>(base + at_.min_p),
+              .seed = reinterpret_cast<const uint64_t*>(base + at_.seed),
+              .counter = reinterpret_cast<const uint64_t*>(base + at_.counter)};
+  }
   return kernels::CopyToDevice(device_.data(), host_.data(), at_.end, stream);
 }
 
 absl::Status DeviceSteps::Enqueue(const ForwardBatch& batch, const StepShape& shape,
-                                  const kernels::Exec& exec,
-                                  const kernels::MatrixView& logits) const {
+                                  const kernels::Exec& exec, const Results& results) const {
   const kernels::DeviceBatch device_batch = stage_.device_batch();
+  kernels::SamplingBatchArgs draws = stage_.draws();
+  draws.logits = results.logits;
+  draws.tokens = results.drawn;
   const ModelForward::StepInputs inputs = {
       .rows = shape.rows,
       .tokens = stage_.tokens(),
@@ -169,32 +214,34 @@ absl::Status DeviceSteps::Enqueue(const ForwardBatch& batch, const StepShape& sh
       .device_batch = &device_batch,
       .max_tokens = shape.max_tokens,
       .logit_rows = {stage_.logit_rows(), static_cast<size_t>(shape.logit_rows)},
-      .logits = logits};
+      .logits = results.logits,
+      .draws = shape.has_draws ? &draws : nullptr};
   return forward_->Enqueue(batch, inputs, exec);
 }
 
 absl::Status DeviceSteps::RunGraph(const ForwardBatch& batch, const StepShape& shape,
-                                   const kernels::Exec& exec, kernels::MatrixView* logits) {
+                                   const kernels::Exec& exec, Results* results) {
   const uint64_t patches = exec.patches != nullptr ? exec.patches->OnBits() : ~uint64_t{0};
-  const GraphKey key = {shape.rows, shape.max_tokens, patches, exec.batch_invariant};
+  const GraphKey key = {shape.rows, shape.max_tokens, patches, exec.batch_invariant,
+                        shape.has_draws};
   const auto found = graphs_.find(key);
   if (found == graphs_.end()) {
     if (graphs_.size() >= kMaxGraphs) graphs_.clear();
-    ISTHMUS_RETURN_IF_ERROR(Enqueue(batch, shape, exec, *logits));
+    ISTHMUS_RETURN_IF_ERROR(Enqueue(batch, shape, exec, *results));
     graphs_[key] = {};
     return absl::OkStatus();
   }
   Graph& kept = found->second;
   if (kept.graph.is_empty()) {
     ISTHMUS_RETURN_IF_ERROR(kernels::DeviceGraph::BeginCapture(exec.stream));
-    const absl::Status captured = Enqueue(batch, shape, exec, *logits);
+    const absl::Status captured = Enqueue(batch, shape, exec, *results);
     absl::StatusOr<kernels::DeviceGraph> graph = kernels::DeviceGraph::EndCapture(exec.stream);
     ISTHMUS_RETURN_IF_ERROR(captured);
     ISTHMUS_RETURN_IF_ERROR(graph.status());
     kept.graph = *std::move(graph);
-    kept.logits = *logits;
+    kept.results = *results;
   }
-  *logits = kept.logits;
+  *results = kept.results;
   return kept.graph.Replay(exec.stream);
 }
 
@@ -211,26 +258,53 @@ absl::Status DeviceSteps::Wait(void* stream) {
   }
 }
 
+// The tokens that were drawn, and the logits of all other rows.
+absl::Status DeviceSteps::CopyToHost(const ForwardBatch& batch, const Results& results,
+                                     void* stream) {
+  const auto wanted = static_cast<int64_t>(batch.logit_rows.size());
+  const auto is_drawn = [&](int64_t r) {
+    return results.drawn != nullptr && batch.draws[static_cast<size_t>(r)].has_value();
+  };
+  // One copy where rows lie together, as an engine has them.
+  const bool lie_together = batch.logits.row_stride == logit_columns_;
+  for (int64_t r = 0; r < wanted;) {
+    int64_t end = r + 1;
+    if (!is_drawn(r)) {
+      while (lie_together && end < wanted && !is_drawn(end)) ++end;
+      ISTHMUS_RETURN_IF_ERROR(kernels::CopyToHost(batch.logits.f32(r), results.logits.f32(r),
+                                                  4 * (end - r) * logit_columns_, stream));
+    }
+    r = end;
+  }
+  if (results.drawn == nullptr) return absl::OkStatus();
+  if (4 * wanted > drawn_.bytes()) {
+    ISTHMUS_ASSIGN_OR_RETURN(drawn_, kernels::PinnedBuffer::Allocate(8 * wanted));
+  }
+  return kernels::CopyToHost(drawn_.data(), results.drawn, 4 * wanted, stream);
+}
+
 absl::Status DeviceSteps::Run(const ForwardBatch& batch, const kernels::Exec& exec) {
   const bool has_graph = IsDecode(batch, exec);
-  const StepShape shape = ShapeOf(batch, has_graph);
+  const bool has_draws = WantsDraws(batch) && kernels::DrawsOnDevice(logit_columns_, exec);
+  const StepShape shape = ShapeOf(batch, has_graph, has_draws);
   bool has_moved = false;
   ISTHMUS_RETURN_IF_ERROR(stage_.Load(batch, shape, exec.stream, &has_moved));
   if (has_moved) graphs_.clear();
   kernels::Workspace::Scope scope(exec.workspace);
-  kernels::MatrixView logits = kernels::F32Matrix(
-      scope.Take<float>(shape.logit_rows * logit_columns_), shape.logit_rows, logit_columns_);
-  ISTHMUS_RETURN_IF_ERROR(has_graph ? RunGraph(batch, shape, exec, &logits)
-                                    : Enqueue(batch, shape, exec, logits));
-  const kernels::MatrixView& out = batch.logits;
-  const auto wanted = static_cast<int64_t>(batch.logit_rows.size());
-  // One copy where the rows lie together, as an engine has them.
-  const int64_t together = out.row_stride == logit_columns_ ? wanted : 1;
-  for (int64_t r = 0; r < wanted; r += together) {
-    ISTHMUS_RETURN_IF_ERROR(
-        kernels::CopyToHost(out.f32(r), logits.f32(r), 4 * together * logit_columns_, exec.stream));
+  Results results;
+  results.logits = kernels::F32Matrix(scope.Take<float>(shape.logit_rows * logit_columns_),
+                                      shape.logit_rows, logit_columns_);
+  if (has_draws) results.drawn = scope.Take<int32_t>(shape.logit_rows);
+  ISTHMUS_RETURN_IF_ERROR(has_graph ? RunGraph(batch, shape, exec, &results)
+                                    : Enqueue(batch, shape, exec, results));
+  ISTHMUS_RETURN_IF_ERROR(CopyToHost(batch, results, exec.stream));
+  ISTHMUS_RETURN_IF_ERROR(Wait(exec.stream));
+  if (!has_draws) return absl::OkStatus();
+  const auto* const drawn = drawn_.as<int32_t>();
+  for (size_t r = 0; r < batch.draws.size(); ++r) {
+    if (batch.draws[r].has_value()) batch.drawn[r] = drawn[r];
   }
-  return Wait(exec.stream);
+  return absl::OkStatus();
 }
 
 }  // namespace isthmus::model

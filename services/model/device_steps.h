@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "kernels/core/device.h"
 #include "kernels/core/device_batch.h"
+#include "kernels/sampling/sampling.h"
 #include "services/model/forward.h"
 
 namespace isthmus::model {
@@ -28,6 +29,7 @@ struct StepShape {
   int64_t logit_rows = 0;
   int64_t max_rows_per_sequence = 1;
   int64_t max_tokens = 0;
+  bool has_draws = false;  // Of every logit row a token is drawn, wanted or not.
 };
 
 // The inputs of one step, on the host and on the device, in one block whose parts lie at offsets
@@ -43,11 +45,14 @@ class StepStage {
   const int32_t* tokens() const { return tokens_; }
   const int64_t* positions() const { return positions_; }
   const int32_t* logit_rows() const { return logit_rows_; }
+  // Of a shape with draws: all but logits and tokens. Rows without a draw are greedy.
+  const kernels::SamplingBatchArgs& draws() const { return draws_; }
 
  private:
   absl::Status Grow(int64_t bytes, bool* has_moved);
   void WriteRows(const ForwardBatch& batch, const StepShape& shape);
   void WriteSequences(const ForwardBatch& batch, const StepShape& shape);
+  void WriteDraws(const ForwardBatch& batch, const StepShape& shape);
 
   struct Offsets {
     int64_t tokens = 0;
@@ -55,6 +60,12 @@ class StepStage {
     int64_t row_position = 0;
     int64_t logit_rows = 0;
     int64_t positions = 0;
+    int64_t seed = 0;  // These six of the draws.
+    int64_t counter = 0;
+    int64_t temperature = 0;
+    int64_t top_p = 0;
+    int64_t top_k = 0;
+    int64_t min_p = 0;
     int64_t sequences = 0;
     int64_t tables = 0;
     int64_t end = 0;
@@ -68,6 +79,7 @@ class StepStage {
   const int32_t* tokens_ = nullptr;
   const int64_t* positions_ = nullptr;
   const int32_t* logit_rows_ = nullptr;
+  kernels::SamplingBatchArgs draws_;
 };
 
 class DeviceSteps {
@@ -76,29 +88,36 @@ class DeviceSteps {
   DeviceSteps(const ModelForward* forward, int64_t logit_columns)
       : forward_(forward), logit_columns_(logit_columns) {}
 
-  // One validated step, from its tokens to its logits in host memory.
+  // One validated step, from its tokens to its logits and drawn tokens in host memory.
   absl::Status Run(const ForwardBatch& batch, const kernels::Exec& exec);
 
   int64_t num_graphs() const { return static_cast<int64_t>(graphs_.size()); }
 
  private:
+  // What a step writes, in device memory.
+  struct Results {
+    kernels::MatrixView logits;
+    int32_t* drawn = nullptr;  // [logit rows]; null: none are.
+  };
   struct Graph {
     kernels::DeviceGraph graph;  // Empty after the first step of its shape.
-    kernels::MatrixView logits;  // Where it writes them.
+    Results results;             // Where it writes them.
   };
-  // Rows, most tokens of a sequence, patches, batch_invariant.
-  using GraphKey = std::tuple<int64_t, int64_t, uint64_t, bool>;
+  // Rows, most tokens of a sequence, patches, batch_invariant, has_draws.
+  using GraphKey = std::tuple<int64_t, int64_t, uint64_t, bool, bool>;
 
   absl::Status Enqueue(const ForwardBatch& batch, const StepShape& shape, const kernels::Exec& exec,
-                       const kernels::MatrixView& logits) const;
-  // `logits` becomes where the graph writes them.
+                       const Results& results) const;
+  // `results` become those of the graph.
   absl::Status RunGraph(const ForwardBatch& batch, const StepShape& shape,
-                        const kernels::Exec& exec, kernels::MatrixView* logits);
+                        const kernels::Exec& exec, Results* results);
+  absl::Status CopyToHost(const ForwardBatch& batch, const Results& results, void* stream);
   absl::Status Wait(void* stream);
 
   const ModelForward* forward_;
   const int64_t logit_columns_;  // Rows of the head.
   StepStage stage_;
+  kernels::PinnedBuffer drawn_;  // [logit rows], i32
   std::map<GraphKey, Graph> graphs_;
   kernels::DeviceEvent done_;
   bool has_event_ = false;

@@ -134,6 +134,16 @@ absl::Status ModelForward::Validate(const ForwardBatch& batch) const {
                                                    batch.logits.cols, "], expected [", logit_rows,
                                                    ", ", columns, "]"));
   }
+  if (!batch.draws.empty() && columns != vocab_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("forward: draws are wanted of a rank with ",
+                                                   columns, " columns of ", vocab_size()));
+  }
+  if (!batch.draws.empty() &&
+      (batch.draws.size() != batch.logit_rows.size() || batch.drawn.size() != batch.draws.size())) {
+    return absl::InvalidArgumentError(absl::StrCat("forward: ", batch.draws.size(), " draws and ",
+                                                   batch.drawn.size(), " tokens of ", logit_rows,
+                                                   " rows"));
+  }
   for (int64_t row : batch.logit_rows) {
     if (row < 0 || row >= rows) {
       return absl::InvalidArgumentError(
@@ -308,7 +318,9 @@ absl::Status ModelForward::Head(Step& step) const {
   ISTHMUS_RETURN_IF_ERROR(
       kernels::Linear({.x = x, .weight = views_.head, .out = step.inputs.logits}, step.exec));
   step.Emit(-1, "logits", step.inputs.logits);
-  return absl::OkStatus();
+  if (step.inputs.draws == nullptr) return absl::OkStatus();
+  step.Mark("sampling");
+  return kernels::SampleBatch(*step.inputs.draws, step.exec);
 }
 
 }  // namespace isthmus::model

@@ -19,7 +19,9 @@
 #include "kernels/core/kv_layout.h"
 #include "kernels/core/tensor.h"
 #include "kernels/hyper_connection/hyper_connection.h"
+#include "kernels/sampling/sampling.h"
 #include "services/model/model_config.h"
+#include "services/model/row_draw.h"
 #include "services/model/tap.h"
 #include "services/model/weights.h"
 
@@ -42,6 +44,14 @@ struct ForwardBatch {
   // With `accepted`: how many of them each row may gain, at most max_accepted(); 0 for the last row
   // of a prompt. The caller's views have room for so many tokens behind their rows.
   std::span<const int64_t> accepted_limits = {};
+
+  // One per logit row, or empty: what to draw from the row, where its logits serve nothing else.
+  // `counter` counts without what the row gains in `accepted`.
+  std::span<const std::optional<RowDraw>> draws = {};
+  // Out, one per draw, all kNotDrawn before: the token of each row that the pass has drawn from, -1
+  // where no logit is finite; in `logits` such a row is left as it was. A pass may draw from any
+  // row with a draw or from none: the model does on a GPU, all or none (sampling.on_device).
+  std::span<int32_t> drawn = {};
 
   const Tap* tap = nullptr;
 };
@@ -105,6 +115,7 @@ class ModelForward : public Forward {
     int64_t max_tokens = 0;                              // No sequence has more after the step.
     std::span<const int32_t> logit_rows;                 // -1 for padding.
     kernels::MatrixView logits;                          // [logit rows, rows of the head]
+    const kernels::SamplingBatchArgs* draws = nullptr;   // From `logits`; null: none.
     // Called before each operation with its name, for tools that time them; null in serving.
     const std::function<void(absl::string_view)>* on_operation = nullptr;
   };

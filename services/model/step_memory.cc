@@ -193,7 +193,8 @@ int64_t DeviceScratchBound(const ModelConfig& c, const StepSize& step) {
   const int64_t packed = routed + 8 * std::min<int64_t>(c.n_routed_experts + 1, routed);
   const int64_t experts = rows * (hidden + c.n_routed_experts + 4 * used) +
                           routed * (hidden + 2 * inner) + packed * std::max(hidden, inner);
-  const int64_t head = step.sequences * (6 * hidden + 3 * int64_t{c.vocab_size});
+  constexpr int64_t kDrawFloats = 9;  // A RowDraw, and the token that is drawn by it.
+  const int64_t head = step.sequences * (6 * hidden + 3 * int64_t{c.vocab_size} + kDrawFloats);
   const int64_t blocks = step.threads * (int64_t{1} << 16);  // Of the products' and the indexer's.
   const int64_t peak =
       pass + blocks +
