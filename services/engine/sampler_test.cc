@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/core/workspace.h"
+#include "kernels/patches.h"
 #include "services/base/request_limits.h"
 #include "services/base/thread_pool.h"
 
@@ -223,9 +224,11 @@ TEST(DrawTokensTest, TakeNoMoreScratchThanIsPlanned) {
   SamplerModel large = kModel;
   large.vocab_size = kMany;
   Sequence sequence = SequenceOf(sampling, 200);
+  // The trusted path takes the most.
+  const PatchSet patches = *kernels::ResolvePatches(kernels::NoPatches(), false);
   kernels::Workspace workspace;
   ASSERT_TRUE(DrawTokens(sequence, {}, kernels::F32Vector(logits.data(), kMany), large,
-                         kernels::Exec{.workspace = &workspace})
+                         kernels::Exec{.patches = &patches, .workspace = &workspace})
                   .ok());
   EXPECT_EQ(workspace.peak_bytes(), DrawScratchBytes(kMany, 1));
 }
