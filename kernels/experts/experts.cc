@@ -31,10 +31,23 @@ constexpr Patch kGroupedMxf8f6f4 = {
     .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/2e-3},
     .test = "ExpertsCudaTest",
     .decision = "kernels/experts/decisions/0001-grouped-w4a8.md"};
-constexpr const Patch* kPatches[] = {&kGroupedW4A8, &kGroupedMxf8f6f4};
+constexpr Patch kGroupedW4A4 = {
+    .name = "experts.grouped_w4a4",
+    .summary =
+        "experts.grouped_mxf8f6f4 with the inputs of routed experts rounded to NVFP4 as well, "
+        "which "
+        "the tensor cores of sm_120a multiply twice as fast, for prompts.",
+    .phases = kPhasePrefill,
+    .default_on = false,
+    // Of what the rounding of inputs does, twice in a row; without it as the others.
+    .bound = {NumericClass::kReducedPrecision, /*factor=*/2.0, /*floor=*/0.25},
+    .test = "ExpertsCudaTest",
+    .decision = "kernels/experts/decisions/0002-grouped-w4a4.md"};
+constexpr const Patch* kPatches[] = {&kGroupedW4A8, &kGroupedMxf8f6f4, &kGroupedW4A4};
 
 // Fastest first within an architecture; each architecture ends in its trusted path.
 constexpr ExpertsVariant kVariants[] = {
+    {&kGroupedW4A4, kSm120Only, SupportsGroupedW4A4, LaunchExpertsGroupedW4A4},
     {&kGroupedMxf8f6f4, kSm120Only, SupportsGroupedOnSm120, LaunchExpertsGroupedMxf8f6f4},
     {&kGroupedW4A8, kSm120Only, SupportsGroupedOnSm120, LaunchExpertsGroupedW4A8Sm120},
     {&kGroupedW4A8, kSm90Only, SupportsGroupedOnSm90, LaunchExpertsGroupedW4A8},

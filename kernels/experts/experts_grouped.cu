@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Patch experts.grouped_w4a8: every expert that has tokens, the shared one among them, in two
-// launches of tensor-core products over tiles of fp4 or fp8 weights and quantised rows, with three
-// small launches around them: sort, quantise, sum.
+// Patch experts.grouped_w4a8, and what its kin on sm_120 share with it: every expert that has
+// tokens, the shared one among them, in two launches of tensor-core products over tiles of fp4 or
+// fp8 weights and quantised rows, with three small launches around them: sort, quantise, sum.
 //
 // Bound by memory: the floor is the bytes of the tiles of the experts that have tokens, once
 // (a share of half the model's expert, 1024 of 2048 wide: 6.7 MB). See grouped_products.cuh.
@@ -41,14 +41,19 @@ const ExpertWeights* FirstLoaded(const ExpertsArgs& args) {
   return nullptr;
 }
 
-Scratch TakeScratch(const Batch& batch, bool rows_are_f16, Workspace::Scope& scope) {
+grouped::Fp4Target TakeFp4Rows(int64_t rows, int64_t inputs, Workspace::Scope& scope) {
+  return {scope.Take<uint8_t>(rows * inputs / 2), scope.Take<uint8_t>(rows * inputs / 16),
+          scope.Take<float>(rows)};
+}
+
+Scratch TakeScratch(const Batch& batch, grouped::RowKind row_kind, Workspace::Scope& scope) {
   const int64_t tokens = batch.tokens;
   const int64_t rows = tokens * batch.k + (batch.has_shared ? tokens : 0);
   const int64_t hidden = batch.hidden;
   const int64_t intermediate = batch.intermediate;
-  const int64_t code_bytes = rows_are_f16 ? 2 : 1;
-  Scratch scratch;
-  scratch.rows_are_f16 = rows_are_f16;
+  const int64_t code_bytes = row_kind == grouped::RowKind::kF16 ? 2 : 1;
+  Scratch scratch = {};
+  scratch.row_kind = row_kind;
   scratch.list = scope.Take<grouped::JobList>(1);
   scratch.jobs = scope.Take<grouped::Job>(batch.num_experts + 1);
   scratch.row_token = scope.Take<int32_t>(rows);
@@ -60,6 +65,9 @@ Scratch TakeScratch(const Batch& batch, bool rows_are_f16, Workspace::Scope& sco
   scratch.h_codes = scope.Take<uint8_t>(rows * intermediate * code_bytes);
   scratch.h_scales = scope.Take<float>(rows * intermediate / grouped::kGroup);
   scratch.y = scope.Take<uint16_t>(rows * hidden);
+  if (row_kind != grouped::RowKind::kFp4) return scratch;
+  scratch.x_fp4 = TakeFp4Rows(tokens, hidden, scope);
+  scratch.h_fp4 = TakeFp4Rows(tokens * batch.k, intermediate, scope);
   return scratch;
 }
 
@@ -98,7 +106,7 @@ grouped::ProductArgs MakeProduct(const ExpertsArgs& args, const Batch& batch,
 
 // The tokens [first, first + count) of the batch.
 absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, const Exec& exec,
-                       bool rows_are_f16, grouped::ProductLaunch gate,
+                       grouped::RowKind row_kind, grouped::ProductLaunch gate,
                        grouped::ProductLaunch down) {
   Workspace::Scope scope(exec.workspace);
   const ExpertWeights& any = args.shared != nullptr ? *args.shared : *FirstLoaded(args);
@@ -115,11 +123,19 @@ absl::Status RunTokens(const ExpertsArgs& args, int64_t first, int64_t count, co
                        .limit = args.limit,
                        .shared_limit = args.shared_limit,
                        .has_shared = args.shared != nullptr};
-  const Scratch scratch = TakeScratch(batch, rows_are_f16, scope);
+  const Scratch scratch = TakeScratch(batch, row_kind, scope);
   const MatrixView x = args.x.Rows(first, count);
   ISTHMUS_RETURN_IF_ERROR(grouped::LaunchRoute(batch, scratch, x.f32(0), x.row_stride, exec));
+  const bool has_fp4_rows = row_kind == grouped::RowKind::kFp4;
+  if (has_fp4_rows) {
+    ISTHMUS_RETURN_IF_ERROR(
+        grouped::LaunchQuantiseInputFp4(batch, scratch, x.f32(0), x.row_stride, exec));
+  }
   ISTHMUS_RETURN_IF_ERROR(gate(MakeProduct<ProductKind::kGate>(args, batch, scratch), exec));
   ISTHMUS_RETURN_IF_ERROR(grouped::LaunchQuantiseHidden(batch, scratch, exec));
+  if (has_fp4_rows) {
+    ISTHMUS_RETURN_IF_ERROR(grouped::LaunchQuantiseHiddenFp4(batch, scratch, exec));
+  }
   ISTHMUS_RETURN_IF_ERROR(down(MakeProduct<ProductKind::kDown>(args, batch, scratch), exec));
   float* routed = args.routed.data != nullptr ? args.routed.f32(first) : nullptr;
   return grouped::LaunchCombine(batch, scratch, routed, args.routed.row_stride, args.out.f32(first),
@@ -143,19 +159,30 @@ bool Supports(const ExpertsArgs& args, int arch) {
 
 bool SupportsGroupedOnSm90(const ExpertsArgs& args) { return Supports(args, kArchSm90); }
 bool SupportsGroupedOnSm120(const ExpertsArgs& args) { return Supports(args, kArchSm120); }
+bool SupportsGroupedW4A4(const ExpertsArgs& args) {
+  // A routed expert's rows are NVFP4 in both products, the shared expert's e4m3.
+  const auto is_fp4 = [](const ExpertWeights& e) {
+    return e.w1.elements == nullptr || (IsFp4(e.w1.format) && IsFp4(e.w2.format));
+  };
+  if (!std::all_of(args.experts.begin(), args.experts.end(), is_fp4)) return false;
+  if (FirstLoaded(args) == nullptr) return false;
+  const bool has_fp4_shared =
+      args.shared != nullptr && (IsFp4(args.shared->w1.format) || IsFp4(args.shared->w2.format));
+  return !has_fp4_shared && Supports(args, kArchSm120);
+}
 
-absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, bool rows_are_f16,
+absl::Status grouped::RunGrouped(const ExpertsArgs& args, const Exec& exec, RowKind row_kind,
                                  ProductLaunch gate, ProductLaunch down) {
   for (int64_t first = 0; first < args.x.rows; first += kTokensAtOnce) {
     const int64_t count = std::min(kTokensAtOnce, args.x.rows - first);
-    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec, rows_are_f16, gate, down));
+    ISTHMUS_RETURN_IF_ERROR(RunTokens(args, first, count, exec, row_kind, gate, down));
   }
   return absl::OkStatus();
 }
 
 absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec) {
   using grouped::MmaKind;
-  return grouped::RunGrouped(args, exec, true,
+  return grouped::RunGrouped(args, exec, grouped::RowKind::kF16,
                              grouped::LaunchProduct<MmaKind::kF16, ProductKind::kGate>,
                              grouped::LaunchProduct<MmaKind::kF16, ProductKind::kDown>);
 }

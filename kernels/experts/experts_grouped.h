@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of experts.grouped_w4a8 hand to one another in device memory; internal to this
-// folder.
+// What the kernels of experts.grouped_w4a8 and its kin hand to one another in device memory;
+// internal to this folder.
 //
 // Every (token, expert) is a row. The rows of an expert lie together, in token order; the experts
 // ascend; padding tokens have none. The shared expert's rows come last, one per token, at tokens *
@@ -43,10 +43,20 @@ struct JobList {
   int32_t first_block[kMaxExperts + 2];
 };
 
+// How the rows of a product are quantised. kF16: as kE4m3, kept as the f16 of the values of the
+// codes, for sm_90. kFp4: those of routed experts as NVFP4, of the shared one as kE4m3.
+enum class RowKind : uint8_t { kF16, kE4m3, kFp4 };
+
+// Rows as NVFP4 (kernels/core/nvfp4_rows.h), codes in the order of Fp4WordPlace.
+struct Fp4Target {
+  uint8_t* codes;     // [rows, inputs / 2]
+  uint8_t* scales;    // [rows, inputs / 16]
+  float* row_scales;  // [rows]
+};
+
 // Pointers to what one call works with. hidden, intermediate: multiples of kGroup.
 struct Scratch {
-  bool rows_are_f16;  // x_codes and h_codes: f16 of the values of the e4m3
-                      // codes, for sm_90
+  RowKind row_kind;
   JobList* list;
   Job* jobs;           // [experts + 1]
   int32_t* row_token;  // [rows]
@@ -58,6 +68,8 @@ struct Scratch {
   uint8_t* h_codes;    // [rows, intermediate], in the order of CodePlace
   float* h_scales;     // [rows, intermediate / kGroup]
   uint16_t* y;         // [rows, hidden], bf16
+  Fp4Target x_fp4;     // [tokens, hidden]; of kFp4 only, as the next
+  Fp4Target h_fp4;     // [tokens * k, intermediate]
 };
 
 // The batch as the kernels see it.
@@ -94,17 +106,22 @@ struct ProductArgs {
 using ProductLaunch = absl::Status (*)(const ProductArgs& args, const Exec& exec);
 
 // All of a variant but its products.
-absl::Status RunGrouped(const ExpertsArgs& args, const Exec& exec, bool rows_are_f16,
+absl::Status RunGrouped(const ExpertsArgs& args, const Exec& exec, RowKind row_kind,
                         ProductLaunch gate, ProductLaunch down);
 
 // The list of jobs, the places of rows, and x quantised. x: [tokens, hidden], rows x_stride apart,
 // aligned to 16 bytes. (grouped_rows.cu, as the next two.)
 absl::Status LaunchRoute(const Batch& batch, const Scratch& scratch, const float* x,
                          int64_t x_stride, const Exec& exec);
-// h_codes and h_scales from h.
+// h_codes and h_scales from h; with kFp4 of the shared expert's rows alone.
 absl::Status LaunchQuantiseHidden(const Batch& batch, const Scratch& scratch, const Exec& exec);
 // out, and routed where it is not null, from y.
 absl::Status LaunchCombine(const Batch& batch, const Scratch& scratch, float* routed,
                            int64_t routed_stride, float* out, int64_t out_stride, const Exec& exec);
+
+// x_fp4 from x, and h_fp4 from h (grouped_rows_fp4.cu).
+absl::Status LaunchQuantiseInputFp4(const Batch& batch, const Scratch& scratch, const float* x,
+                                    int64_t x_stride, const Exec& exec);
+absl::Status LaunchQuantiseHiddenFp4(const Batch& batch, const Scratch& scratch, const Exec& exec);
 
 }  // namespace isthmus::kernels::grouped

@@ -13,7 +13,7 @@ namespace isthmus::kernels {
 absl::Status LaunchExpertsGroupedW4A8Sm120(const ExpertsArgs& args, const Exec& exec) {
   using grouped::MmaKind;
   using grouped::ProductKind;
-  return grouped::RunGrouped(args, exec, false,
+  return grouped::RunGrouped(args, exec, grouped::RowKind::kE4m3,
                              grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kGate>,
                              grouped::LaunchProduct<MmaKind::kE4m3, ProductKind::kDown>);
 }
@@ -21,7 +21,7 @@ absl::Status LaunchExpertsGroupedW4A8Sm120(const ExpertsArgs& args, const Exec& 
 absl::Status LaunchExpertsGroupedMxf8f6f4(const ExpertsArgs& args, const Exec& exec) {
   using grouped::MmaKind;
   using grouped::ProductKind;
-  return grouped::RunGrouped(args, exec, false,
+  return grouped::RunGrouped(args, exec, grouped::RowKind::kE4m3,
                              grouped::LaunchProduct<MmaKind::kBlockScaled, ProductKind::kGate>,
                              grouped::LaunchProduct<MmaKind::kBlockScaled, ProductKind::kDown>);
 }

@@ -29,6 +29,8 @@ bool SupportsGroupedOnSm120(const ExpertsArgs& args);
 absl::Status LaunchExpertsGroupedW4A8(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsGroupedW4A8Sm120(const ExpertsArgs& args, const Exec& exec);
 absl::Status LaunchExpertsGroupedMxf8f6f4(const ExpertsArgs& args, const Exec& exec);
+bool SupportsGroupedW4A4(const ExpertsArgs& args);
+absl::Status LaunchExpertsGroupedW4A4(const ExpertsArgs& args, const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchExpertsCuda)(const ExpertsArgs&, const Exec&) = nullptr;
 inline constexpr bool (*SupportsGroupedOnSm90)(const ExpertsArgs&) = nullptr;
@@ -39,7 +41,14 @@ inline constexpr absl::Status (*LaunchExpertsGroupedW4A8Sm120)(const ExpertsArgs
                                                                const Exec&) = nullptr;
 inline constexpr absl::Status (*LaunchExpertsGroupedMxf8f6f4)(const ExpertsArgs&,
                                                               const Exec&) = nullptr;
+inline constexpr bool (*SupportsGroupedW4A4)(const ExpertsArgs&) = nullptr;
+inline constexpr absl::Status (*LaunchExpertsGroupedW4A4)(const ExpertsArgs&,
+                                                          const Exec&) = nullptr;
 #endif
+
+// The definition with the rows of routed experts of fp4 rounded to NVFP4 where the arithmetic
+// rounds them to e4m3: what experts.grouped_w4a4 computes.
+absl::Status ExpertsDefinitionW4A4(const ExpertsArgs& args, const Exec& exec);
 
 // True when `arithmetic` quantises the input of `w` (specification 2.7).
 inline bool QuantisesInput(const WeightView& w, Arithmetic arithmetic) {

@@ -18,83 +18,10 @@
 
 #include "kernels/core/formats.h"
 #include "kernels/core/math.h"
-#include "kernels/experts/grouped_fragments.cuh"
+#include "kernels/experts/grouped_operands.cuh"
 #include "kernels/experts/grouped_stream.cuh"
 
 namespace isthmus::kernels::grouped {
-
-// What a group needs besides the tiles: of few rows, loaded a group ahead.
-template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kBlocks>
-struct Operands {
-  std::conditional_t<kMma == MmaKind::kF16, HalfRows<kBlocks>, GroupRows<kBlocks>> codes;
-  float scales[kBlocks];                     // Of row g of every block.
-  uint32_t weight_scales[kMatrices<kKind>];  // Of fp8: ue8m0.
-
-  __device__ __forceinline__ void Load(const RowPlaces<kBlocks>& rows, const Job& job, int row_tile,
-                                       int group) {
-    codes.LoadAhead(rows, group);
-#pragma unroll
-    for (int nb = 0; nb < kBlocks; ++nb) scales[nb] = rows.Scale(nb, group);
-    if constexpr (kFormat == WeightFormat::kFp8Block128) {
-#pragma unroll
-      for (int m = 0; m < kMatrices<kKind>; ++m) {
-        const JobWeight& w = kKind == ProductKind::kDown ? job.w2 : m == 0 ? job.w1 : job.w3;
-        const int at = (w.first_row + row_tile * 16) / 128 * w.scale_columns + group;
-        weight_scales[m] = w.scales[at];
-      }
-    }
-  }
-};
-
-// totals[m][nb] += the tiles of one group of matrix m times the rows.
-template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, int kBlocks>
-__device__ __forceinline__ void MultiplyGroup(
-    const unsigned char* const (&stages)[kMatrices<kKind>], int offset,
-    Operands<kFormat, kMma, kKind, kBlocks>& operands, const RowPlaces<kBlocks>& rows, int group,
-    float (&totals)[kMatrices<kKind>][kBlocks][4]) {
-  constexpr int kM = kMatrices<kKind>;
-  constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
-  // Scales for every 16 inputs are not among those of mxf8f6f4.
-  if constexpr (kMma == MmaKind::kBlockScaled && kFormat != WeightFormat::kNvfp4) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      MultiplyScaledGroup<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes,
-                                            kIsFp8 ? operands.weight_scales[m] : 127u,
-                                            operands.scales, totals[m]);
-    }
-  } else {
-    const int t = static_cast<int>(threadIdx.x) % 4;
-    // Of few rows shuffled once, of many where they are due: registers.
-    float row_scales[2] = {};
-    if constexpr (kBlocks == 1) {
-      row_scales[0] = __shfl_sync(kFullWarp, operands.scales[0], 8 * t);
-      row_scales[1] = __shfl_sync(kFullWarp, operands.scales[0], 8 * t + 4);
-    }
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      float sums[kBlocks][4] = {};
-      if constexpr (kMma == MmaKind::kF16) {
-        MultiplyHalfGroup<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
-      } else if constexpr (kIsFp8) {
-        MultiplyFp8Group<kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
-      } else {
-        MultiplyFp4Group<kFormat, kBlocks>(stages[m] + offset, rows, group, operands.codes, sums);
-      }
-#pragma unroll
-      for (int nb = 0; nb < kBlocks; ++nb) {
-        for (int i = 0; i < 2; ++i) {
-          float scale = kBlocks == 1 ? row_scales[i]
-                                     : __shfl_sync(kFullWarp, operands.scales[nb], 8 * t + 4 * i);
-          if constexpr (kIsFp8) {
-            scale *= Ue8m0Value(static_cast<uint8_t>(operands.weight_scales[m]));
-          }
-          totals[m][nb][i] = fmaf(sums[nb][i], scale, totals[m][nb][i]);
-          totals[m][nb][i + 2] = fmaf(sums[nb][i + 2], scale, totals[m][nb][i + 2]);
-        }
-      }
-    }
-  }
-}
 
 // Adds up the parts of the inputs of a warp that has all, in the order in which StoreUnit adds
 // those of several warps. The sums wait in shared memory, a lane's own: registers are scarce.
@@ -155,14 +82,14 @@ template <WeightFormat kFormat, MmaKind kMma, ProductKind kKind, bool kAlone, in
           int kBlocks>
 __device__ __forceinline__ void MultiplyUnit(WeightStream<kKind, kAlone, kRingBlocks>& stream,
                                              const Job& job, int row_tile,
-                                             const RowPlaces<kBlocks>& rows,
+                                             const PlacesOf<kFormat, kMma, kBlocks>& rows,
                                              float (&totals)[kMatrices<kKind>][kBlocks][4]) {
   constexpr bool kIsFp8 = kFormat == WeightFormat::kFp8Block128;
   constexpr int kGroupBytes = kFormat == WeightFormat::kMxfp4 ? 2 * 544 : 2 * 576;
   // Where registers allow it.
   constexpr bool kAhead = kBlocks == 1 && (kFormat == WeightFormat::kMxfp4 ||
                                            (!kIsFp8 && (kAlone || kRingBlocks == 1)));
-  using GroupOperands = Operands<kFormat, kMma, kKind, kBlocks>;
+  using GroupOperands = OperandsOf<kFormat, kMma, kKind, kBlocks>;
   const int last = stream.last();
   int group = stream.first();
   if (group == last) return;
@@ -216,12 +143,6 @@ struct UnitPlace {
   int job, row, block;
   int units_left;
 };
-// Where a unit lies: rows [first, first + count) of the batch, outputs from first_output on.
-struct UnitOutput {
-  int first, count;
-  int first_output;
-};
-
 template <int kOutputs>
 __device__ __forceinline__ UnitOutput OutputAt(const ProductArgs& args, const UnitPlace& place) {
   const Job& job = args.scratch.jobs[place.job];
@@ -231,14 +152,6 @@ __device__ __forceinline__ UnitOutput OutputAt(const ProductArgs& args, const Un
           place.row * kOutputs};
 }
 
-// What sums of a matrix are multiplied with in the end. The factor of a job is that of codes read
-// as e4m3, which block-scaled instructions do not do.
-template <MmaKind kMma>
-__device__ __forceinline__ float FactorOf(const JobWeight& w) {
-  return kMma == MmaKind::kBlockScaled && w.format == WeightFormat::kMxfp4 ? w.factor * 0x1p-6f
-                                                                           : w.factor;
-}
-
 // What becomes of output n of row `row` of the unit.
 template <MmaKind kMma, ProductKind kKind>
 __device__ __forceinline__ void StoreSum(const ProductArgs& args, const Job& job,
@@ -246,12 +159,14 @@ __device__ __forceinline__ void StoreSum(const ProductArgs& args, const Job& job
                                          const float (&sum)[kMatrices<kKind>]) {
   const int64_t at = unit.first + row;
   if constexpr (kKind == ProductKind::kGate) {
-    const float g = RoundBf16(sum[0] * FactorOf<kMma>(job.w1));
-    const float u = RoundBf16(sum[1] * FactorOf<kMma>(job.w3));
+    const float of_row = RowFactor<kMma, kKind>(args, job.w1, at);
+    const float g = RoundBf16(sum[0] * (FactorOf<kMma>(job.w1) * of_row));
+    const float u = RoundBf16(sum[1] * (FactorOf<kMma>(job.w3) * of_row));
     const float weight = args.scratch.row_weight[at];
     args.scratch.h[at * args.outputs + n] = Bf16Bits(Gated(g, u, job.limit, weight));
   } else {
-    args.scratch.y[at * args.outputs + n] = Bf16Bits(sum[0] * FactorOf<kMma>(job.w2));
+    const float factor = FactorOf<kMma>(job.w2) * RowFactor<kMma, kKind>(args, job.w2, at);
+    args.scratch.y[at * args.outputs + n] = Bf16Bits(sum[0] * factor);
   }
 }
 
@@ -309,36 +224,18 @@ __device__ __forceinline__ void StoreTotals(const ProductArgs& args, const Job& 
                                             const UnitOutput& unit,
                                             const float (&totals)[kBlocks][4]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const float factor = FactorOf<kMma>(job.w2);
+  const float of_matrix = FactorOf<kMma>(job.w2);
   uint16_t* y = args.scratch.y + int64_t{unit.first} * args.outputs + unit.first_output + lane / 4;
 #pragma unroll
   for (int v = 0; v < kBlocks * 2; ++v) {
     const int row = v / 2 * 8 + 2 * (lane % 4) + v % 2;
     if (row >= unit.count) continue;
+    const float factor =
+        of_matrix * RowFactor<kMma, ProductKind::kDown>(args, job.w2, unit.first + row);
     uint16_t* at = y + int64_t{row} * args.outputs;
     at[0] = Bf16Bits(totals[v / 2][v % 2] * factor);
     at[8] = Bf16Bits(totals[v / 2][v % 2 + 2] * factor);
   }
-}
-
-template <ProductKind kKind, int kBlocks>
-__device__ __forceinline__ RowPlaces<kBlocks> PlaceRows(const ProductArgs& args,
-                                                        const UnitOutput& unit) {
-  constexpr bool kIsGate = kKind == ProductKind::kGate;
-  const uint8_t* codes = kIsGate ? args.scratch.x_codes : args.scratch.h_codes;
-  const float* scales = kIsGate ? args.scratch.x_scales : args.scratch.h_scales;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  RowPlaces<kBlocks> places;
-  places.codes = codes;
-  places.scales = scales;
-#pragma unroll
-  for (int nb = 0; nb < kBlocks; ++nb) {
-    const int in_unit = nb * 8 + lane / 4;
-    int row = unit.first + (in_unit < unit.count ? in_unit : unit.count - 1);
-    if (kIsGate) row = args.scratch.row_token[row];
-    places.first_code[nb] = static_cast<uint32_t>(row * args.inputs + 16 * (lane % 4));
-  }
-  return places;
 }
 
 // One unit, by the whole block or by a warp: multiply, add, store.
@@ -354,14 +251,28 @@ __device__ __forceinline__ void RunUnit(const ProductArgs& args,
     const Job& job = args.scratch.jobs[place->job];
     const UnitOutput unit = OutputAt<kOutputs>(args, *place);
     const int row_tile = unit.first_output / 16 + (kAlone ? 0 : warp / kSplits<kKind, kAlone>);
-    const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
     const WeightFormat format = kKind == ProductKind::kGate ? job.w1.format : job.w2.format;
-    if (format == WeightFormat::kMxfp4) {
-      MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
-    } else if (format == WeightFormat::kNvfp4) {
-      MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
+    if constexpr (kMma == MmaKind::kFp4Rows) {
+      if (format == WeightFormat::kFp8Block128) {
+        const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
+        MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
+      } else {
+        const Fp4Places<kBlocks> rows = PlaceFp4Rows<kKind, kBlocks>(args, unit);
+        if (format == WeightFormat::kMxfp4) {
+          MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
+        } else {
+          MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
+        }
+      }
     } else {
-      MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
+      const RowPlaces<kBlocks> rows = PlaceRows<kKind, kBlocks>(args, unit);
+      if (format == WeightFormat::kMxfp4) {
+        MultiplyUnit<WeightFormat::kMxfp4, kMma>(stream, job, row_tile, rows, totals);
+      } else if (format == WeightFormat::kNvfp4) {
+        MultiplyUnit<WeightFormat::kNvfp4, kMma>(stream, job, row_tile, rows, totals);
+      } else {
+        MultiplyUnit<WeightFormat::kFp8Block128, kMma>(stream, job, row_tile, rows, totals);
+      }
     }
   }
   // Read again rather than kept.

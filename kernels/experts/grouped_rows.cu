@@ -226,21 +226,21 @@ __global__ __launch_bounds__(kRouteThreads, 1) void RouteAndQuantise(
   const int64_t k = item % groups * kGroup;
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const float4 v = *reinterpret_cast<const float4*>(x + t * x_stride + k + 4 * lane);
-  QuantiseGroup({v.x, v.y, v.z, v.w}, t * batch.hidden + k, scratch.rows_are_f16, scratch.x_codes,
-                scratch.x_scales);
+  QuantiseGroup({v.x, v.y, v.z, v.w}, t * batch.hidden + k, scratch.row_kind == RowKind::kF16,
+                scratch.x_codes, scratch.x_scales);
 }
 
-// h_codes, h_scales from h. Grid: ceil(rows * groups / kQuantiseWarps). Block: kQuantiseWarps
-// warps.
+// h_codes, h_scales from h, of rows [first, rows). Grid: ceil((rows - first) * groups /
+// kQuantiseWarps). Block: kQuantiseWarps warps.
 __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void QuantiseHiddenRows(
-    const __grid_constant__ Scratch scratch, int64_t rows, int64_t first_shared_row,
+    const __grid_constant__ Scratch scratch, int64_t first, int64_t rows, int64_t first_shared_row,
     int64_t intermediate) {
   LetSuccessorStart();
   WaitForPredecessor();
   const int64_t groups = intermediate / kGroup;
   const int64_t item =
       int64_t{blockIdx.x} * kQuantiseWarps + static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int64_t row = item / groups;
+  const int64_t row = first + item / groups;
   if (row >= rows) return;
   if (row >= scratch.list->num_routed_rows && row < first_shared_row) return;  // Padding.
   const int64_t k = item % groups * kGroup;
@@ -249,7 +249,8 @@ __global__ __launch_bounds__(kQuantiseWarps* kWarpLanes) void QuantiseHiddenRows
       *reinterpret_cast<const uint2*>(scratch.h + row * intermediate + k + 4 * lane);
   QuantiseGroup({__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
                  __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)},
-                row * intermediate + k, scratch.rows_are_f16, scratch.h_codes, scratch.h_scales);
+                row * intermediate + k, scratch.row_kind == RowKind::kF16, scratch.h_codes,
+                scratch.h_scales);
 }
 
 __device__ __forceinline__ void AddPairs(const uint2& pairs, float (&sum)[kCombineEach]) {
@@ -325,12 +326,15 @@ absl::Status LaunchRoute(const Batch& batch, const Scratch& scratch, const float
 absl::Status LaunchQuantiseHidden(const Batch& batch, const Scratch& scratch, const Exec& exec) {
   const int64_t routed_rows = int64_t{batch.tokens} * batch.k;
   const int64_t rows = routed_rows + (batch.has_shared ? batch.tokens : 0);
-  const int64_t groups = rows * batch.intermediate / kGroup;
+  const int64_t first = scratch.row_kind == RowKind::kFp4 ? routed_rows : 0;
+  if (first == rows) return absl::OkStatus();
+  const int64_t groups = (rows - first) * batch.intermediate / kGroup;
   return Launch("QuantiseHiddenRows",
                 {.grid = dim3(CeilDiv(groups, kQuantiseWarps)),
                  .block = dim3(kQuantiseWarps * kWarpLanes),
                  .overlaps_predecessor = true},
-                exec, QuantiseHiddenRows, scratch, rows, routed_rows, int64_t{batch.intermediate});
+                exec, QuantiseHiddenRows, scratch, first, rows, routed_rows,
+                int64_t{batch.intermediate});
 }
 
 absl::Status LaunchCombine(const Batch& batch, const Scratch& scratch, float* routed,

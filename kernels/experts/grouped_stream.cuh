@@ -18,8 +18,9 @@ inline constexpr int kStageBytes = 4 * 576;  // Two groups of fp4, or one of fp8
 
 // How products are made. kF16: sm_90 has no mma.sync of e4m3 and would convert both operands to f16
 // every time, so rows come as f16 and codes are converted once. kE4m3: where it exists; scales are
-// applied to sums. kBlockScaled: sm_120a's instruction applies them.
-enum class MmaKind : uint8_t { kF16, kE4m3, kBlockScaled };
+// applied to sums. kBlockScaled: sm_120a's instruction applies them. kFp4Rows: the same, with rows
+// of NVFP4 for weights of fp4.
+enum class MmaKind : uint8_t { kF16, kE4m3, kBlockScaled, kFp4Rows };
 
 template <ProductKind kKind>
 inline constexpr int kMatrices = kKind == ProductKind::kGate ? 2 : 1;
