@@ -27,6 +27,16 @@ constexpr Patch kOnDevice = {
     .bound = kTrustedBound,
     .test = "SamplingOnDeviceTest",
     .decision = "kernels/sampling/decisions/0001-drawn-beside-the-logits.md"};
+constexpr Patch kBuckets = {
+    .name = "sampling.buckets",
+    .summary =
+        "A block adds masses up in buckets of neighbouring logits and looks for an edge among the "
+        "tokens of one bucket, since bisection over a row takes some 50 passes per edge.",
+    .phases = kPhasePrefill | kPhaseDecode,
+    .default_on = false,
+    .bound = {NumericClass::kBitExact},
+    .test = "SamplingCudaTest",
+    .decision = "kernels/sampling/decisions/0002-buckets-before-bisection.md"};
 constexpr Patch kCandidates = {.name = "sampling.candidates",
                                .summary =
                                    "A draw on the CPU ranks only the tokens that may be drawn, "
@@ -38,13 +48,20 @@ constexpr Patch kCandidates = {.name = "sampling.candidates",
                                .test = "SamplingVariantTest",
                                .decision = "kernels/sampling/decisions/0003-rank-candidates.md"};
 
-constexpr const Patch* kPatches[] = {&kOnDevice, &kCandidates};
+constexpr const Patch* kPatches[] = {&kOnDevice, &kBuckets, &kCandidates};
+
+bool HasRowsOfFours(const SamplingBatchArgs& args) {
+  const auto address = reinterpret_cast<uintptr_t>(args.logits.data);
+  return args.logits.cols % 4 == 0 && address % 16 == 0 &&
+         (args.logits.rows < 2 || args.logits.row_stride % 4 == 0);
+}
 
 constexpr SamplingVariant kVariants[] = {
     {&kCandidates, kCpuOnly, RanksCandidates, LaunchSampleCandidates},
     {nullptr, kCpuOnly, nullptr, LaunchSampleCpu},
 };
 constexpr SamplingBatchVariant kBatchVariants[] = {
+    {&kBuckets, kAnyCuda, HasRowsOfFours, LaunchSampleBuckets},
     {nullptr, kAnyCuda, nullptr, LaunchSampleBatchCuda},
     {nullptr, kCpuOnly, nullptr, LaunchSampleBatchCpu},
 };

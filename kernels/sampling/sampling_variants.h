@@ -39,9 +39,12 @@ absl::Status LaunchSampleBatchCpu(const SamplingBatchArgs& args, const Exec& exe
 // Null in a build without CUDA, so that its row of the table is never chosen.
 #if ISTHMUS_HAS_CUDA
 absl::Status LaunchSampleBatchCuda(const SamplingBatchArgs& args, const Exec& exec);
+absl::Status LaunchSampleBuckets(const SamplingBatchArgs& args, const Exec& exec);
 #else
 inline constexpr absl::Status (*LaunchSampleBatchCuda)(const SamplingBatchArgs&,
                                                        const Exec&) = nullptr;
+inline constexpr absl::Status (*LaunchSampleBuckets)(const SamplingBatchArgs&,
+                                                     const Exec&) = nullptr;
 #endif
 
 }  // namespace isthmus::kernels
