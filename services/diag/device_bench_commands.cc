@@ -17,6 +17,7 @@
 #include "services/diag/commands.h"
 #include "services/diag/kernel_bench.h"
 #include "services/diag/local_engine.h"
+#include "services/diag/sampling_bench.h"
 #include "services/diag/step_bench.h"
 
 namespace isthmus::diag {
@@ -133,12 +134,35 @@ void AddAllReduceCommand(CLI::App* bench, absl::Status& status) {
   command->callback([flags, json, &status] { status = RunAllReduce(*flags, *json); });
 }
 
+absl::Status RunSampling(const SamplingBenchFlags& flags, const std::string& json) {
+  ISTHMUS_ASSIGN_OR_RETURN(const ordered_json record, RunSamplingBench(flags));
+  return WriteRecord(record, json);
+}
+
+void AddSamplingCommand(CLI::App* bench, absl::Status& status) {
+  auto flags = std::make_shared<SamplingBenchFlags>();
+  auto json = std::make_shared<std::string>();
+  CLI::App* command =
+      bench->add_subcommand("sampling", "Tokens from a step's logits: on a GPU against the host");
+  command->add_option("--rows", flags->rows, "Sequences; several by commas")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--vocabulary", flags->vocabulary, "Logits of a row")->capture_default_str();
+  command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
+  command->add_option("--threads", flags->threads, "Of the host; 0: one per processor")
+      ->capture_default_str();
+  command->add_option("--rounds", flags->rounds, "Timed")->capture_default_str();
+  command->add_option("--json", *json, "File for the record");
+  command->callback([flags, json, &status] { status = RunSampling(*flags, *json); });
+}
+
 }  // namespace
 
 void AddDeviceBenchCommands(CLI::App* bench, absl::Status& status) {
   AddStepCommand(bench, status);
   AddAllReduceCommand(bench, status);
   AddKernelCommand(bench, status);
+  AddSamplingCommand(bench, status);
 }
 
 void AddPatchesCommand(CLI::App& app) {

@@ -6,6 +6,7 @@
 #include "kernels/testing/device.h"
 #include "services/diag/all_reduce_bench.h"
 #include "services/diag/kernel_bench.h"
+#include "services/diag/sampling_bench.h"
 #include "services/diag/step_bench.h"
 
 namespace isthmus::diag {
@@ -39,6 +40,41 @@ TEST(DeviceBenchTest, AStepAlone) {
   const auto record = RunStepBench(Miniature());
   ASSERT_TRUE(record.ok()) << record.status();
   ExpectWhole(*record);
+}
+
+TEST(DeviceBenchTest, AStepThatDrawsItsTokens) {
+  ISTHMUS_REQUIRE_DEVICE();
+  StepBenchFlags flags = Miniature();
+  flags.layers = flags.batch = 1;
+  const auto num_draws = [&] {
+    const auto record = RunStepBench(flags);
+    EXPECT_TRUE(record.ok()) << record.status();
+    int draws = 0;
+    for (const auto& operation : (*record)["operations"]) draws += operation["name"] == "sampling";
+    return draws;
+  };
+  EXPECT_EQ(num_draws(), 0);
+  flags.patches["sampling.on_device"] = true;
+  EXPECT_EQ(num_draws(), 1);
+}
+
+TEST(DeviceBenchTest, TokensDrawnHereAndThere) {
+  ISTHMUS_REQUIRE_DEVICE();
+  SamplingBenchFlags flags;
+  flags.rows = {1, 3};
+  flags.vocabulary = 512;
+  flags.threads = 2;
+  flags.rounds = 1;
+  const auto record = RunSamplingBench(flags);
+  ASSERT_TRUE(record.ok()) << record.status();
+  ASSERT_EQ((*record)["results"].size(), 6u);
+  for (const auto& result : (*record)["results"]) {
+    ASSERT_EQ(result["paths"].size(), 2u);
+    for (const auto& path : result["paths"]) EXPECT_EQ(path["tokens_alike"], result["rows"]);
+    EXPECT_GT(result["draw_us"].get<double>(), 0.0);
+  }
+  flags.rows = {0};
+  EXPECT_EQ(RunSamplingBench(flags).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(DeviceBenchTest, AStepOfTwoRanks) {

@@ -9,12 +9,14 @@
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/patches.h"
+#include "kernels/sampling/sampling.h"
 #include "services/base/status_macros.h"
 #include "services/diag/device_timing.h"
 #include "services/diag/local_engine.h"
@@ -65,6 +67,35 @@ absl::StatusOr<RandomModelOptions> OptionsOf(const StepBenchFlags& flags) {
   return options;
 }
 
+// Greedy draws of a step's tokens from its logits.
+struct GreedyDraws {
+  kernels::DeviceBuffer zeros;  // Every parameter of a greedy draw.
+  kernels::DeviceBuffer tokens;
+  kernels::SamplingBatchArgs args;
+};
+
+// Where `exec` has them made on the device (sampling.on_device) by a rank that has whole rows.
+absl::StatusOr<std::optional<GreedyDraws>> DrawsOf(const RandomModel& model,
+                                                   const kernels::Exec& exec) {
+  const kernels::MatrixView& logits = model.inputs().logits;
+  const bool has_whole_rows = logits.cols == model.config().vocab_size;
+  if (!has_whole_rows || !kernels::DrawsOnDevice(logits.cols, exec)) return std::nullopt;
+  GreedyDraws draws;
+  ISTHMUS_ASSIGN_OR_RETURN(draws.zeros, kernels::DeviceBuffer::Allocate(8 * logits.rows));
+  ISTHMUS_ASSIGN_OR_RETURN(draws.tokens, kernels::DeviceBuffer::Allocate(4 * logits.rows));
+  ISTHMUS_RETURN_IF_ERROR(
+      kernels::FillDevice(draws.zeros.data(), 0, draws.zeros.bytes(), exec.stream));
+  draws.args = {.logits = logits,
+                .temperature = draws.zeros.as<float>(),
+                .top_p = draws.zeros.as<float>(),
+                .top_k = draws.zeros.as<int32_t>(),
+                .min_p = draws.zeros.as<float>(),
+                .seed = draws.zeros.as<uint64_t>(),
+                .counter = draws.zeros.as<uint64_t>(),
+                .tokens = draws.tokens.as<int32_t>()};
+  return draws;
+}
+
 struct StepTime {
   double median_ms = 0.0;
   std::vector<double> ms;
@@ -83,7 +114,10 @@ absl::StatusOr<StepTime> TimeStep(RankModels& models, const StepBenchFlags& flag
     kernels::Exec exec = model.exec();
     exec.patches = &patches;
     exec.batch_invariant = flags.batch_invariant;
-    const auto work = [&] { return model.forward().Enqueue(model.batch(), model.inputs(), exec); };
+    ISTHMUS_ASSIGN_OR_RETURN(const std::optional<GreedyDraws> draws, DrawsOf(model, exec));
+    model::ModelForward::StepInputs inputs = model.inputs();
+    if (draws.has_value()) inputs.draws = &draws->args;
+    const auto work = [&] { return model.forward().Enqueue(model.batch(), inputs, exec); };
     ISTHMUS_ASSIGN_OR_RETURN(const kernels::DeviceGraph graph,
                              CaptureGraph(work, model.device().stream()));
     if (rank == 0) time.nodes = graph.num_nodes();
@@ -144,6 +178,8 @@ absl::StatusOr<std::vector<OperationTime>> TimeOperations(const RandomModel& mod
   const std::function<void(absl::string_view)> on_operation = mark;
   model::ModelForward::StepInputs inputs = model.inputs();
   inputs.on_operation = &on_operation;
+  ISTHMUS_ASSIGN_OR_RETURN(const std::optional<GreedyDraws> draws, DrawsOf(model, exec));
+  if (draws.has_value()) inputs.draws = &draws->args;
   const int64_t delay_bytes = kernels::IsRealDevice() ? kDelayBytes : 4096;
   kernels::DeviceBuffer delay;
   if (auto taken = kernels::DeviceBuffer::Allocate(delay_bytes); taken.ok()) {
