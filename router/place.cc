@@ -59,6 +59,8 @@ absl::Status CheckMatch(const v1::WorkerCard& a, absl::string_view whose_a, cons
       check("model.index_topk", absl::StrCat(x.index_topk()), absl::StrCat(y.index_topk())));
   ISTHMUS_RETURN_IF_ERROR(check("arithmetic", x.arithmetic(), y.arithmetic()));
   ISTHMUS_RETURN_IF_ERROR(
+      check("model.index_key_format", x.index_key_format(), y.index_key_format()));
+  ISTHMUS_RETURN_IF_ERROR(
       check("vocab_size", absl::StrCat(x.vocab_size()), absl::StrCat(y.vocab_size())));
   ISTHMUS_RETURN_IF_ERROR(
       check("end_token_id", absl::StrCat(x.end_token_id()), absl::StrCat(y.end_token_id())));

@@ -169,6 +169,7 @@ v1::WorkerCard CardOf(v1::WorkerRole role, uint64_t incarnation) {
   card.set_protocol_version(kProtocolVersion);
   card.set_address(absl::StrCat("w:", incarnation));
   card.mutable_values()->set_index_topk(64);
+  card.mutable_values()->set_index_key_format("fp4");
   card.mutable_values()->set_checkpoint_fingerprint(0xa);
   card.mutable_values()->set_arithmetic("math");
   card.mutable_values()->set_max_sequence_tokens(100);
@@ -191,6 +192,11 @@ TEST(CheckMatchTest, NamesTheValueThatDiffersBothWays) {
   b = a;
   b.mutable_values()->set_arithmetic("reference");
   EXPECT_EQ(check().code(), absl::StatusCode::kFailedPrecondition);
+  b = a;
+  b.mutable_values()->set_index_key_format("fp8");
+  b.mutable_values()->set_layout_fingerprint(3);
+  EXPECT_EQ(check().message(),
+            "model.index_key_format differs: this worker's is fp4, that of w:2 fp8");
   b = a;
   b.mutable_values()->set_layout_fingerprint(3);
   EXPECT_EQ(check().code(), absl::StatusCode::kFailedPrecondition);

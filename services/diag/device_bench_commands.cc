@@ -60,7 +60,9 @@ void AddStepCommand(CLI::App* bench, absl::Status& status) {
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
   command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
-  command->add_option("--index-keys", flags->index_keys, "fp4, fp8 or bf16; as the arithmetic has");
+  command
+      ->add_option("--index-keys", flags->index_keys, "default, as the arithmetic has, or a format")
+      ->capture_default_str();
   command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
   command->add_option("--replays", flags->replays, "Timed replays, from 3")->capture_default_str();
   command->add_option("--seconds", flags->seconds, "For the replays of one set of patches, at most")
@@ -99,7 +101,9 @@ void AddKernelCommand(CLI::App* bench, absl::Status& status) {
   command->add_option("--arithmetic", flags->arithmetic, "math or reference")
       ->capture_default_str();
   command->add_option("--experts", flags->experts, "nvfp4 or mxfp4")->capture_default_str();
-  command->add_option("--index-keys", flags->index_keys, "fp4, fp8 or bf16; as the arithmetic has");
+  command
+      ->add_option("--index-keys", flags->index_keys, "default, as the arithmetic has, or a format")
+      ->capture_default_str();
   command->add_option("--device", flags->device, "cuda:<number>")->capture_default_str();
   command->add_option("--rows", flags->rows, "New tokens of each sequence; from 2: prefill")
       ->capture_default_str();

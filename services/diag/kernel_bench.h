@@ -22,7 +22,7 @@ struct KernelBenchFlags {
   int64_t rows = 1;  // New tokens of each sequence.
   std::string arithmetic = "reference";
   std::string experts = "nvfp4";
-  std::string index_keys;
+  std::string index_keys = "default";
   std::string device = "cuda:0";
   int rounds = 3;
   int replays = 12;  // In each round.

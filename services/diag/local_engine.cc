@@ -37,8 +37,10 @@ absl::StatusOr<std::unique_ptr<LocalEngine>> LocalEngine::Create(
                            kernels::ResolvePatches(options.patches, options.batch_invariant));
   local->exec_.patches = &local->patches_;
   local->exec_.batch_invariant = options.batch_invariant;
-  ISTHMUS_ASSIGN_OR_RETURN(
-      local->forward_, model::ModelForward::Create(views, options.arithmetic, options.page_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::optional<kernels::EntryFormat> keys,
+                           KeyFormatOf(options.index_key_format, options.arithmetic));
+  ISTHMUS_ASSIGN_OR_RETURN(local->forward_, model::ModelForward::Create(views, options.arithmetic,
+                                                                        options.page_tokens, keys));
   ISTHMUS_ASSIGN_OR_RETURN(local->pool_,
                            kv::CachePool::Create(local->forward_->layout(), options.max_tokens,
                                                  options.max_sequences, device));
@@ -76,6 +78,13 @@ absl::Status ParseSwitches(const std::vector<std::string>& words,
     }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<kernels::EntryFormat>> KeyFormatOf(const std::string& name,
+                                                                kernels::Arithmetic arithmetic) {
+  auto format = kernels::ParseIndexKeyFormat(name, arithmetic);
+  if (format.ok()) return format;
+  return absl::InvalidArgumentError(absl::StrCat("index keys: ", format.status().message()));
 }
 
 absl::StatusOr<kernels::Arithmetic> ParseArithmetic(const std::string& name) {

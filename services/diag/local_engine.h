@@ -26,6 +26,7 @@ struct LocalEngineOptions {
   std::string checkpoint;  // Directory.
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
   std::optional<int64_t> index_topk;
+  std::string index_key_format = "default";  // As ParseIndexKeyFormat.
   int64_t chunk_tokens = 512;
   int64_t max_tokens = 65536;  // Tokens that the cache has room for, of all sequences.
   int32_t max_sequences = 8;
@@ -71,6 +72,10 @@ class LocalEngine {
 // Adds "name=on", "name=off", and "all=on" or "all=off", each; InvalidArgument: another form.
 absl::Status ParseSwitches(const std::vector<std::string>& words,
                            std::map<std::string, bool>* switches);
+
+// As kernels::ParseIndexKeyFormat, with the option's name in the error.
+absl::StatusOr<std::optional<kernels::EntryFormat>> KeyFormatOf(const std::string& name,
+                                                                kernels::Arithmetic arithmetic);
 
 // "math" or "reference"; InvalidArgument otherwise.
 absl::StatusOr<kernels::Arithmetic> ParseArithmetic(const std::string& name);

@@ -160,15 +160,6 @@ absl::Status RandomModel::MakeBatch() {
   return device_->stream().Synchronise();
 }
 
-absl::StatusOr<std::optional<EntryFormat>> ParseKeyFormat(const std::string& name) {
-  if (name.empty()) return std::nullopt;
-  if (name == "fp4") return EntryFormat::kKeyFp4;
-  if (name == "fp8") return EntryFormat::kKeyFp8;
-  if (name == "bf16") return EntryFormat::kKeyBf16;
-  return absl::InvalidArgumentError(
-      absl::StrCat("index keys are \"", name, "\", must be fp4, fp8 or bf16"));
-}
-
 model::ModelConfig MiniatureConfig(int num_layers) {
   model::ModelConfig config;
   config.vocab_size = 512;

@@ -80,9 +80,6 @@ class RandomModel {
   model::ModelForward::StepInputs inputs_;
 };
 
-// "fp4", "fp8" or "bf16"; empty: none.
-absl::StatusOr<std::optional<kernels::EntryFormat>> ParseKeyFormat(const std::string& name);
-
 // A few layers of every kind, small enough for the emulator.
 model::ModelConfig MiniatureConfig(int num_layers);
 

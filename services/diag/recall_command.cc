@@ -4,6 +4,8 @@
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
@@ -25,6 +27,9 @@ struct RecallFlags {
   std::string server;
   std::string json;
   std::optional<int64_t> index_topk;
+  std::string index_keys = "default";
+  std::string device = "cpu";
+  std::vector<std::string> patches;
   int64_t limit = 0;
   int threads = 0;
 };
@@ -49,6 +54,9 @@ absl::StatusOr<Backend> OpenBackend(const RecallFlags& flags) {
   LocalEngineOptions options;
   options.checkpoint = flags.checkpoint;
   options.index_topk = flags.index_topk;
+  options.index_key_format = flags.index_keys;
+  options.device = flags.device;
+  ISTHMUS_RETURN_IF_ERROR(ParseSwitches(flags.patches, &options.patches));
   options.max_sequences = 1;
   options.threads = flags.threads;
   ISTHMUS_ASSIGN_OR_RETURN(backend.local, LocalEngine::Create(options));
@@ -67,6 +75,13 @@ absl::Status RunRecall(const RecallFlags& flags) {
     return absl::InvalidArgumentError(
         absl::StrCat("--index-topk is ", *flags.index_topk,
                      ", but behind --server the workers' model.index_topk decides"));
+  }
+  const bool is_default =
+      flags.index_keys == "default" && flags.device == "cpu" && flags.patches.empty();
+  if (!flags.server.empty() && !is_default) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--index-keys is ", flags.index_keys, ", --device ", flags.device, ", --patches has ",
+        flags.patches.size(), ", but behind --server the workers' configuration decides"));
   }
   ISTHMUS_ASSIGN_OR_RETURN(const nlohmann::ordered_json cases, ReadCases(flags.cases));
   ISTHMUS_ASSIGN_OR_RETURN(const Backend backend, OpenBackend(flags));
@@ -102,6 +117,12 @@ void AddRecallCommand(CLI::App& app, absl::Status& status) {
       ->add_option("--index-topk", flags->index_topk,
                    "Entries that the indexer chooses, instead of the checkpoint's")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command
+      ->add_option("--index-keys", flags->index_keys, "How index keys are stored: fp8, bf16, ...")
+      ->capture_default_str();
+  command->add_option("--device", flags->device, "cpu or cuda:<number>")->capture_default_str();
+  command->add_option("--patches", flags->patches, "name=on or name=off, separated by commas")
+      ->delimiter(',');
   command->add_option("--limit", flags->limit, "Run the first N cases; 0: all")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

@@ -60,7 +60,8 @@ absl::StatusOr<RandomModelOptions> OptionsOf(const StepBenchFlags& flags) {
       flags.experts == "nvfp4" ? kernels::WeightFormat::kNvfp4 : kernels::WeightFormat::kMxfp4;
   ISTHMUS_ASSIGN_OR_RETURN(options.arithmetic, ParseArithmetic(flags.arithmetic));
   ISTHMUS_ASSIGN_OR_RETURN(options.device, model::ParseDevice(flags.device));
-  ISTHMUS_ASSIGN_OR_RETURN(options.index_key_format, ParseKeyFormat(flags.index_keys));
+  ISTHMUS_ASSIGN_OR_RETURN(options.index_key_format,
+                           KeyFormatOf(flags.index_keys, options.arithmetic));
   options.ranks = flags.tp;
   options.batch = flags.batch;
   options.context = flags.context;

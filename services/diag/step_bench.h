@@ -20,8 +20,8 @@ struct StepBenchFlags {
   int64_t batch = 1;
   int64_t context = 4096;
   std::string arithmetic = "reference";
-  std::string experts = "nvfp4";  // Or mxfp4.
-  std::string index_keys;         // fp4, fp8 or bf16; empty: the arithmetic's.
+  std::string experts = "nvfp4";       // Or mxfp4.
+  std::string index_keys = "default";  // As ParseIndexKeyFormat.
   std::string device = "cuda:0";
   int replays = 30;
   double seconds = 8.0;  // At most so long for the replays of one patch set, but three replays.

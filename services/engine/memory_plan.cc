@@ -201,6 +201,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const KvLayout& layout, const MemoryNeeds&
   plan.step_bytes = needs.step_bytes;
   plan.memory_bytes = needs.memory_bytes;
   plan.host_store_bytes = needs.host_store_bytes;
+  plan.index_key_format =
+      std::string(kernels::IndexKeyFormatName(layout.kinds[kernels::kIndexKey].format));
   plan.cache_tokens = pages * page_tokens;
   plan.max_sequence_tokens = std::min(longest, plan.cache_tokens);
   for (int k = 0; k < kNumPagedKinds; ++k) {
@@ -241,6 +243,7 @@ std::string MemoryPlanJson(const MemoryPlan& plan) {
                                        {"cache_tokens", plan.cache_tokens},
                                        {"max_sequences", plan.max_sequences},
                                        {"max_sequence_tokens", plan.max_sequence_tokens},
+                                       {"index_key_format", plan.index_key_format},
                                        {"weight_bytes", plan.weight_bytes},
                                        {"step_bytes", plan.step_bytes},
                                        {"pool_bytes", plan.pool_bytes},

@@ -78,6 +78,7 @@ struct MemoryPlan {
   int64_t host_store_bytes = 0;  // At most: it fills as prefixes are evicted.
   int64_t total_bytes = 0;       // Of the memory that pages lie in.
   int64_t memory_bytes = 0;      // As given.
+  std::string index_key_format;  // Of the layout.
 
   // Of all paged pools together.
   double bytes_per_token() const;

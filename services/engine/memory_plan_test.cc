@@ -300,6 +300,7 @@ TEST(MemoryPlanTest, JsonHoldsEveryPoolAndTheTotals) {
   EXPECT_EQ(json["pools"][1]["bytes_per_token"], 91.25);
   EXPECT_EQ(json["pools"][2]["bytes_per_token"], 357.0);
   EXPECT_EQ(json["bytes_per_token"], kAnalyticFp4);
+  EXPECT_EQ(json["index_key_format"], "fp4");
   EXPECT_EQ(json["pool_bytes"], sum);
   EXPECT_EQ(json["total_bytes"], sum + 1100);
 }

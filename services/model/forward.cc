@@ -42,7 +42,8 @@ std::vector<float> CompressedFrequency(const ModelConfig& config) {
 
 }  // namespace
 
-kernels::KvGeometry GeometryOf(const ModelConfig& config, Arithmetic arithmetic, int page_tokens) {
+kernels::KvGeometry GeometryOf(const ModelConfig& config, Arithmetic arithmetic, int page_tokens,
+                               std::optional<kernels::EntryFormat> index_key_format) {
   kernels::KvGeometry geometry;
   geometry.compress_ratios.assign(config.compress_ratios.begin(),
                                   config.compress_ratios.begin() + config.num_hidden_layers);
@@ -52,6 +53,7 @@ kernels::KvGeometry GeometryOf(const ModelConfig& config, Arithmetic arithmetic,
   geometry.window = config.sliding_window;
   geometry.page_tokens = page_tokens;
   geometry.arithmetic = arithmetic;
+  geometry.index_key_format = index_key_format;
   return geometry;
 }
 
@@ -64,9 +66,9 @@ absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(const Weights
 absl::StatusOr<std::unique_ptr<ModelForward>> ModelForward::Create(
     const ModelViews& views, Arithmetic arithmetic, int page_tokens,
     std::optional<kernels::EntryFormat> index_key_format) {
-  kernels::KvGeometry geometry = GeometryOf(*views.config, arithmetic, page_tokens);
-  geometry.index_key_format = index_key_format;
-  ISTHMUS_ASSIGN_OR_RETURN(kernels::KvLayout layout, kernels::KvLayout::Create(geometry));
+  ISTHMUS_ASSIGN_OR_RETURN(kernels::KvLayout layout,
+                           kernels::KvLayout::Create(GeometryOf(*views.config, arithmetic,
+                                                                page_tokens, index_key_format)));
   std::unique_ptr<ModelForward> forward(new ModelForward(views, arithmetic, std::move(layout)));
   if (views.on_device) ISTHMUS_RETURN_IF_ERROR(forward->PrepareDevice());
   return forward;

@@ -77,7 +77,8 @@ class Forward {
 
 // The cache geometry of a model: what the layout is created from.
 kernels::KvGeometry GeometryOf(const ModelConfig& config, kernels::Arithmetic arithmetic,
-                               int page_tokens);
+                               int page_tokens,
+                               std::optional<kernels::EntryFormat> index_key_format = std::nullopt);
 
 class DeviceSteps;
 

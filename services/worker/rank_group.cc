@@ -56,9 +56,9 @@ absl::Status RankGroup::AddRank(const model::Weights& whole, int rank, ThreadPoo
   member.vocabulary = plan.vocabulary;
   ISTHMUS_RETURN_IF_ERROR(kernels::UseDevice(member.context->device()));
   ISTHMUS_ASSIGN_OR_RETURN(member.weights, model::DeviceWeights::Upload(whole, &plan, threads));
-  ISTHMUS_ASSIGN_OR_RETURN(member.forward,
-                           model::ModelForward::Create(member.weights->views(), options_.arithmetic,
-                                                       options_.page_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(
+      member.forward, model::ModelForward::Create(member.weights->views(), options_.arithmetic,
+                                                  options_.page_tokens, options_.index_key_format));
   LogInfo("a rank's weights are on its device", {{"rank", rank},
                                                  {"ranks", ranks},
                                                  {"device", member.context->device()},

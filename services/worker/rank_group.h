@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -28,6 +29,7 @@ struct RankGroupOptions {
   std::vector<int> devices;  // Of each rank; a number twice only where GPUs are emulated.
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kReference;
   int32_t page_tokens = 256;
+  std::optional<kernels::EntryFormat> index_key_format;  // Unset: the arithmetic's.
   int64_t max_sequences = 1;
   // A step that takes longer is one that will not end (engine/rank_forward.h).
   absl::Duration step_limit = absl::Minutes(1);

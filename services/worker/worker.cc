@@ -115,8 +115,10 @@ absl::Status Worker::LoadCheckpoint(const model::ModelConfig& model) {
     ISTHMUS_RETURN_IF_ERROR(OpenDevice(devices[0]));
     views = device_weights_->views();
   }
-  ISTHMUS_ASSIGN_OR_RETURN(
-      forward_, model::ModelForward::Create(views, ArithmeticOf(config_), config_.page_tokens));
+  ISTHMUS_ASSIGN_OR_RETURN(const std::optional<kernels::EntryFormat> keys,
+                           IndexKeyFormatOf(config_));
+  ISTHMUS_ASSIGN_OR_RETURN(forward_, model::ModelForward::Create(views, ArithmeticOf(config_),
+                                                                 config_.page_tokens, keys));
   return absl::OkStatus();
 }
 
@@ -136,6 +138,7 @@ absl::Status Worker::OpenRanks(const std::vector<int>& devices) {
   options.devices = devices;
   options.arithmetic = ArithmeticOf(config_);
   options.page_tokens = config_.page_tokens;
+  ISTHMUS_ASSIGN_OR_RETURN(options.index_key_format, IndexKeyFormatOf(config_));
   options.max_sequences = config_.max_sequences;
   // The last word comes before a probe finds the process not to be live.
   options.step_limit = config_.liveness_timeout * 3 / 4;
@@ -206,6 +209,8 @@ void Worker::FillCard(v1::WorkerRole role) {
   card_.set_version(std::string(SemanticVersion()));
   v1::ClusterValues* values = card_.mutable_values();
   values->set_layout_fingerprint(forward_->layout().fingerprint);
+  values->set_index_key_format(std::string(
+      kernels::IndexKeyFormatName(forward_->layout().kinds[kernels::kIndexKey].format)));
   values->set_max_sequence_tokens(static_cast<uint64_t>(plan_.max_sequence_tokens));
   values->set_vocab_size(static_cast<uint32_t>(forward_->vocab_size()));
   values->set_end_token_id(static_cast<uint32_t>(engine_->options().eos_token_id));

@@ -28,6 +28,7 @@ struct WorkerConfig {
   bool batch_invariant = false;
   std::string arithmetic = "reference";
   int32_t index_topk = 0;
+  std::string index_key_format = "default";
   int32_t page_tokens = 256;
   int64_t cache_tokens = 65536;
   std::string memory = "0";
@@ -94,6 +95,11 @@ struct WorkerConfig {
           "reference rounds as the model's author does; math does not. Equal on all workers.");
     visit("model.index_topk", index_topk, Range<int32_t>{0, 1 << 20},
           "Entries that the indexer selects; 0: as config.json says. Equal on all workers.");
+    visit("model.index_key_format", index_key_format,
+          OneOf{{"default", "fp4", "fp8", "bf16", "f32"}},
+          "How the cache stores index keys; default: fp4, as the model's author, in reference "
+          "arithmetic, where fp8 and bf16 round less and take more memory; f32 in math, which "
+          "has no other. Equal on all workers.");
     VisitCache(visit);
     visit("max_unread_messages", max_unread_messages, Range<int32_t>{1, 1 << 20},
           "Token messages that a router may leave unread; beyond, its sequences are cancelled.");

@@ -29,8 +29,10 @@ absl::StatusOr<ModelShape> ReadCheckpointShape(const WorkerConfig& config) {
   ISTHMUS_ASSIGN_OR_RETURN(const kernels::WeightFormat experts,
                            model::StoredExpertFormat(config.checkpoint, model));
   const kernels::Arithmetic arithmetic = ArithmeticOf(config);
+  ISTHMUS_ASSIGN_OR_RETURN(const std::optional<kernels::EntryFormat> keys,
+                           IndexKeyFormatOf(config));
   ISTHMUS_ASSIGN_OR_RETURN(shape.layout, kernels::KvLayout::Create(model::GeometryOf(
-                                             model, arithmetic, config.page_tokens)));
+                                             model, arithmetic, config.page_tokens, keys)));
   shape.max_positions = model.max_position_embeddings;
   const absl::StatusOr<int64_t> weight_bytes = model::WeightBytes(model, experts, config.tp);
   if (!weight_bytes.ok()) {
@@ -86,6 +88,13 @@ model::ScriptedOptions ScriptedOptionsOf(const WorkerConfig& config) {
 
 kernels::Arithmetic ArithmeticOf(const WorkerConfig& config) {
   return config.arithmetic == "math" ? kernels::Arithmetic::kMath : kernels::Arithmetic::kReference;
+}
+
+absl::StatusOr<std::optional<kernels::EntryFormat>> IndexKeyFormatOf(const WorkerConfig& config) {
+  auto format = kernels::ParseIndexKeyFormat(config.index_key_format, ArithmeticOf(config));
+  if (format.ok()) return format;
+  return absl::InvalidArgumentError(
+      absl::StrCat("model.index_key_format: ", format.status().message()));
 }
 
 int NumThreads(const WorkerConfig& config) {

@@ -41,6 +41,10 @@ absl::StatusOr<std::vector<int>> DevicesOf(const WorkerConfig& config);
 
 kernels::Arithmetic ArithmeticOf(const WorkerConfig& config);
 
+// Of model.index_key_format; unset: the arithmetic's own. InvalidArgument, with the field's name:
+// the arithmetic does not store that one.
+absl::StatusOr<std::optional<kernels::EntryFormat>> IndexKeyFormatOf(const WorkerConfig& config);
+
 // Threads of the kernels: as configured, or one per processor, 64 at most.
 int NumThreads(const WorkerConfig& config);
 

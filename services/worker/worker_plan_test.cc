@@ -73,6 +73,28 @@ TEST(WorkerPlanTest, OfRanksIsTheMemoryOfOne) {
   EXPECT_LT(plan.weight_bytes, int64_t{87'000'000'000});
 }
 
+TEST(WorkerPlanTest, StoresIndexKeysAsConfigured) {
+  WorkerConfig config;
+  config.checkpoint = FlashFolder();
+  const auto named = [&](const std::string& format) {
+    config.index_key_format = format;
+    return *Plan(config);
+  };
+  const auto fp4 = named("default");
+  EXPECT_EQ(fp4.index_key_format, "fp4");
+  EXPECT_EQ(engine::MemoryPlanJson(fp4), engine::MemoryPlanJson(named("fp4")));
+  // A quarter of a key of 68, 132 or 256 bytes in each of 21 layers.
+  EXPECT_DOUBLE_EQ(fp4.bytes_per_token(), 3514.25);
+  EXPECT_DOUBLE_EQ(named("fp8").bytes_per_token(), 3514.25 + (132 - 68) * 21 / 4);
+  EXPECT_DOUBLE_EQ(named("bf16").bytes_per_token(), 3514.25 + (256 - 68) * 21 / 4);
+  EXPECT_EQ(named("bf16").index_key_format, "bf16");
+  EXPECT_NE(engine::MemoryPlanJson(named("bf16")).find("\"index_key_format\": \"bf16\""),
+            std::string::npos);
+  config.arithmetic = "math";
+  EXPECT_EQ(named("default").index_key_format, "f32");
+  EXPECT_EQ(named("f32").index_key_format, "f32");
+}
+
 TEST(WorkerPlanTest, NamesADeviceForEachRank) {
   WorkerConfig config;
   EXPECT_TRUE(DevicesOf(config)->empty());
@@ -122,6 +144,17 @@ TEST(WorkerPlanTest, RefusesWithTheNameOfTheField) {
   config.device = "cpu";
   config.max_sequence_tokens = 70000;
   EXPECT_NE(refusal(config).find("one sequence of 70000 tokens"), std::string::npos);
+  config.max_sequence_tokens = 0;
+  config.arithmetic = "math";
+  config.index_key_format = "fp8";
+  EXPECT_EQ(refusal(config),
+            "model.index_key_format: is \"fp8\", but arithmetic math stores index keys as f32");
+  config.arithmetic = "reference";
+  config.index_key_format = "f32";
+  EXPECT_EQ(refusal(config),
+            "model.index_key_format: is \"f32\", but arithmetic reference stores index keys as "
+            "fp4, fp8 or bf16");
+  config.index_key_format = "default";
   config.checkpoint = "/nowhere";
   EXPECT_EQ(Plan(config).status().code(), absl::StatusCode::kNotFound);
 }

@@ -165,6 +165,7 @@ absl::Status WorkerProcess::Start() {
                       {"checkpoint", absl::StrFormat("%016x", values.checkpoint_fingerprint())},
                       {"layout", absl::StrFormat("%016x", values.layout_fingerprint())},
                       {"index_topk", values.index_topk()},
+                      {"index_key_format", values.index_key_format()},
                       {"lane", worker_->card().transfer_lane()},
                       {"start_seconds", absl::ToDoubleSeconds(absl::Now() - start_)}});
   return absl::OkStatus();

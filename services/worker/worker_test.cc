@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "services/base/fault.h"
 #include "services/rpc/identity.h"
@@ -290,6 +291,41 @@ TEST(WorkerTest, NothingIsWrittenPastTheLease) {
   const absl::Status status = workers.Prefill(workers.PrefillCall(*reservation)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
   EXPECT_THAT(std::string(status.message()), HasSubstr("reservation.lease: is 1ns"));
+}
+
+// Keys cross to the other worker as they are stored: the second time both have them already.
+TEST(WorkerTest, ServesIndexKeysOfEveryFormat) {
+  for (const char* format : {"fp4", "fp8", "bf16"}) {
+    WorkerConfig config = TinyModelConfig();
+    config.index_key_format = format;
+    WorkerPair pair(config, config);
+    EXPECT_EQ(pair.decode->card().values().index_key_format(), format);
+    const TestReply reply = pair.Run(RequestOf(700, 6));
+    EXPECT_EQ(reply.end, v1::SEQUENCE_END_LENGTH) << format << reply.error.DebugString();
+    const TestReply again = pair.Run(RequestOf(700, 6));
+    EXPECT_EQ(again.tokens, reply.tokens) << format;
+    EXPECT_EQ(again.digests, reply.digests) << format;
+  }
+}
+
+TEST(WorkerTest, IndexKeysInAnotherFormatAreRefusedBeforeTheFirstByte) {
+  WorkerConfig fp8 = TinyModelConfig();
+  fp8.index_key_format = "fp8";
+  WorkerPair pair(fp8, TinyModelConfig());
+  const TestRequest request = RequestOf(20);
+  const auto reservation = pair.Reserve(request);
+  ASSERT_TRUE(reservation.ok()) << reservation.status();
+  const absl::Status status = pair.Prefill(request, *reservation).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  const auto layout = [](const Worker& worker) {
+    return absl::StrFormat("%016x", worker.card().values().layout_fingerprint());
+  };
+  EXPECT_THAT(std::string(status.message()),
+              testing::AllOf(HasSubstr("kv layout differs"), HasSubstr(layout(*pair.prefill)),
+                             HasSubstr(layout(*pair.decode))));
+  EXPECT_EQ(pair.prefill->card().values().index_key_format(), "fp8");
+  EXPECT_TRUE(
+      pair.decode_service->Cancel(WorkerPair::CancelOf(request, true), absl::Seconds(1)).ok());
 }
 
 // Alone and among others, through both workers, with the bundled model: tokens and logits.

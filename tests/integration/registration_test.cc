@@ -63,6 +63,7 @@ class RefusalTest : public ::testing::Test {
 TEST_F(RefusalTest, WorkersThatDifferAreRefusedWithBothValues) {
   Expect({"model.index_topk=4"}, "model.index_topk differs", "is 4", "64");
   Expect({"arithmetic=math"}, "arithmetic differs", "is math", "reference");
+  Expect({"model.index_key_format=fp8"}, "model.index_key_format differs", "is fp8", "fp4");
   Expect({"page_tokens=128"}, "layout fingerprint", LayoutOf(cluster_.decode()), "is ");
   // Another checkpoint: the same one with another number in its config.json.
   const TemporaryFolder folder;
