@@ -22,6 +22,7 @@ absl::StatusOr<std::unique_ptr<diag::LocalEngine>> OpenEngine(const EngineChoice
   options.batch_invariant = choice.batch_invariant;
   options.patches = choice.patches;
   options.max_tokens = 16384;
+  options.index_key_format = choice.index_key_format;
   if (choice.index_topk > 0) options.index_topk = choice.index_topk;
   return diag::LocalEngine::Create(options);
 }

@@ -27,6 +27,7 @@ struct EngineChoice {
   kernels::Arithmetic arithmetic = kernels::Arithmetic::kMath;
   int threads = 1;
   int64_t index_topk = 0;  // 0: as the checkpoint says.
+  std::string index_key_format = "default";
   std::string device = "cpu";
   bool batch_invariant = false;
   std::map<std::string, bool> patches = {};
