@@ -116,8 +116,9 @@ Masses AddMasses(const float* logits, int64_t n, float largest, float temperatur
   }
   Masses masses;
   masses.total = hn::GetLane(hn::SumOfLanes(d64, hn::Add(low, high)));
-  for (size_t k = 0; k < kDepths.size(); ++k)
+  for (size_t k = 0; k < kDepths.size(); ++k) {
     masses.above[k] = hn::GetLane(hn::SumOfLanes(d, above[k]));
+  }
   return masses;
 }
 

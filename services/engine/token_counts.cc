@@ -17,8 +17,9 @@ constexpr size_t kFewTokens = 64;
 
 void CountOne(int32_t id, bool is_output, std::vector<TokenMention>& mentions) {
   auto place = std::ranges::lower_bound(mentions, id, {}, &TokenMention::id);
-  if (place == mentions.end() || place->id != id)
+  if (place == mentions.end() || place->id != id) {
     place = mentions.insert(place, TokenMention{.id = id});
+  }
   if (is_output) ++place->in_output;
 }
 
