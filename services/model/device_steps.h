@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the steps of a ModelForward on a GPU: brings a batch into device memory with one copy, keeps
-// decode steps as graphs, brings the logits back and waits once.
+// decode steps as graphs, brings the logits back, or tokens drawn from them, and waits once.
 //
 // A graph is captured per shape: the number of rows rounded up to a bucket (the rest is padding,
 // which reads and writes nothing), the largest number of tokens of a sequence rounded up to a power
-// of two, and the patches that are on. All else (tokens, positions, lengths, page tables) lies in
-// device memory at addresses that stay, and is read when the graph runs. The first step of a shape
-// runs as it is, so that the workspace grows; the second is captured; later ones are replayed.
+// of two, whether tokens are drawn, and the patches that are on. All else (tokens, positions,
+// lengths, page tables) lies in device memory at addresses that stay, and is read when the graph
+// runs. The first step of a shape runs as it is, so that the workspace grows; the second is
+// captured; later ones are replayed.
 #pragma once
 
 #include <cstdint>
