@@ -101,7 +101,7 @@ absl::Status Attempt::Judge(absl::Status status, WorkerLink& callee, bool blames
   return status;
 }
 
-absl::Status Attempt::Reserve(bool may_preempt) {
+absl::Status Attempt::Reserve(uint64_t ask_id) {
   v1::ReserveCall call;
   call.set_transfer_id(transfer_id_);
   call.set_request_id(request_->request_id);
@@ -111,7 +111,7 @@ absl::Status Attempt::Reserve(bool may_preempt) {
   call.set_max_output_tokens(request_->max_output_tokens);
   call.set_router_incarnation(setting_.router_incarnation);
   call.set_num_replies(request_->sampling.num_replies());
-  call.set_may_preempt(may_preempt);
+  call.set_ask_id(ask_id);
   rpc::SetUrgency(request_->urgency(), setting_.clock->Now(), &call);
   // Before the call: when its answer is lost, the pages are taken all the same.
   may_be_reserved_ = true;

@@ -39,10 +39,10 @@ class Attempt {
   Attempt(const Attempt&) = delete;
   Attempt& operator=(const Attempt&) = delete;
 
-  // Sets pages aside at the decode worker, which may preempt others when it has none. Errors, here
-  // and below, are those of the workers; Cancelled means that the client has left, and nothing
-  // else.
-  absl::Status Reserve(bool may_preempt);
+  // Sets pages aside at the decode worker. Under `ask_id`, unless it is 0, others should give way
+  // when it has none. Errors, here and below, are those of the workers; Cancelled means that the
+  // client has left, and nothing else.
+  absl::Status Reserve(uint64_t ask_id);
 
   // After Reserve: Prefill, Handoff. OK means that the decode worker has verified and admitted the
   // sequence, so its first token may go to the client.

@@ -35,10 +35,12 @@ struct PlaceWish {
   // Incarnations that have no room now: not taken.
   std::set<uint64_t> full;
 
-  // All were full. Then one of them is asked to preempt others, and not all of them for the same
-  // request: its incarnation, 0 when none has been asked.
-  bool may_preempt = false;
-  uint64_t preempts_at = 0;
+  // When all decode workers were full, one of them is asked to let others give way, and not all of
+  // them for the same request: the one that said that they will, 0 for none.
+  bool may_ask = false;
+  uint64_t asked_at = 0;
+  uint64_t ask_id = 0;
+  bool is_prefill_full = false;  // One of `full` is a prefill worker.
 };
 
 using Links = std::vector<std::shared_ptr<WorkerLink>>;

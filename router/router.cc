@@ -128,14 +128,16 @@ absl::Status Router::Serve(const RoutedRequest& request, const ClientStream& cli
   PlaceWish wish;
   wish.num_prompt_tokens = request.prompt.size();
   wish.max_output_tokens = request.max_output_tokens;
+  wish.ask_id = rpc::NewIncarnation();
   Admission::Turn turn(&admission_, request.urgency());
   absl::Status last;
   for (int attempts = 1;;) {
     if (!wish.full.empty() || admission_.has_line()) {
       const absl::Status waited = turn.Wait(client.is_cancelled);
       if (!waited.ok()) return last.ok() ? waited : Annotated(waited, last.message());
-      wish.may_preempt = !wish.full.empty();
-      if (wish.full.count(wish.preempts_at) == 0) wish.preempts_at = 0;  // It is gone.
+      wish.may_ask = !wish.full.empty() && !wish.is_prefill_full;
+      if (wish.full.count(wish.asked_at) == 0) wish.asked_at = 0;  // It is gone.
+      wish.is_prefill_full = false;
       wish.full.clear();
     }
     bool may_retry = false;
@@ -186,9 +188,10 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
         &request, *std::move(placement),
         {view_->incarnation(), static_cast<size_t>(config_.max_behind_messages),
          config_.token_gather_time, &canceller_, &clock_, client.is_cancelled, client.cancel});
-    const bool preempts = wish.may_preempt && (wish.preempts_at == 0 || wish.preempts_at == decode);
-    if (preempts) wish.preempts_at = decode;
-    absl::Status status = attempt.Reserve(preempts);
+    const bool asks = wish.may_ask && (wish.asked_at == 0 || wish.asked_at == decode);
+    absl::Status status = attempt.Reserve(asks ? wish.ask_id : 0);
+    if (asks) wish.asked_at = HasRoomSoon(status) ? decode : 0;
+    const bool is_reserved = status.ok();
     if (status.ok()) {
       turn.End();
       const absl::Time start = clock_.Now();
@@ -208,6 +211,7 @@ absl::Status Router::Try(const RoutedRequest& request, const ClientStream& clien
     }
     if (absl::IsResourceExhausted(status)) {
       wish.full.insert(attempt.blamed().begin(), attempt.blamed().end());
+      wish.is_prefill_full = wish.is_prefill_full || is_reserved;
       no_room = std::move(status);
       continue;
     }

@@ -321,29 +321,57 @@ TEST_F(RouterTest, AWorkerWithRoomServesWhileAnotherIsFull) {
   EXPECT_EQ(decode2_->Count("handoff"), 4);
 }
 
-// Once it knows that there is no room anywhere: one worker's sequences give way, not everybody's.
-TEST_F(RouterTest, OneOfTheFullWorkersIsAskedToPreempt) {
+// Once it knows that there is no room anywhere: the sequences of one worker give way, not those of
+// all.
+TEST_F(RouterTest, OneOfTheFullWorkersIsAskedUntilOthersHaveGivenWay) {
   AddPair();
   AddSecondPair();
   const std::vector<std::shared_ptr<ScriptedWorker>> both = {decode_, decode2_};
-  for (const auto& worker : both) worker->Set([](ScriptedWorker& w) { w.num_slots = 0; });
-  Client client;
-  absl::Status status;
-  std::thread waiter([&] { status = Generate(client); });
-  EXPECT_TRUE(Eventually(
-      [&] { return decode_->Count("reserve") >= 4 && decode2_->Count("reserve") >= 4; }));
-  size_t num_asked = 0;
   for (const auto& worker : both) {
-    const size_t count = worker->Count("may preempt");
-    if (count == 0) continue;
-    ++num_asked;
-    EXPECT_GE(count, 3);  // In all passes but the first.
+    worker->Set([](ScriptedWorker& w) {
+      w.num_slots = 0;
+      w.num_give_way = 3;
+    });
   }
-  EXPECT_EQ(num_asked, 1);
-  decode_->Set([](ScriptedWorker& w) { w.num_slots = 1; });
-  ReportAll();
-  waiter.join();
-  EXPECT_TRUE(status.ok()) << status;
+  Client client;
+  EXPECT_TRUE(Generate(client).ok());
+  std::vector<size_t> asks = {decode_->Count("ask"), decode2_->Count("ask")};
+  std::ranges::sort(asks);
+  EXPECT_THAT(asks, ElementsAre(0, 4));  // The last one is admitted.
+}
+
+// One of two full workers has nobody who would give way, whichever is tried first.
+TEST_F(RouterTest, AWorkerWhereNobodyGivesWayIsNotTheOnlyOneAsked) {
+  AddPair();
+  AddSecondPair();
+  const std::vector<std::shared_ptr<ScriptedWorker>> both = {decode_, decode2_};
+  for (int i = 0; i < 6; ++i) {
+    const std::shared_ptr<ScriptedWorker>& able = both[static_cast<size_t>(i) / 3];
+    for (const auto& worker : both) {
+      worker->Set([&](ScriptedWorker& w) {
+        w.num_slots = w.transfers.size();
+        w.num_give_way = worker == able ? 1 : 0;
+      });
+    }
+    Client client;
+    client.deadline = RealClock().Now() + absl::Seconds(5);
+    const absl::Status status = Generate(client);
+    EXPECT_TRUE(status.ok()) << able->card.address() << ": " << status;
+  }
+}
+
+TEST_F(RouterTest, AFullPrefillWorkerIsNoReasonToAskADecodeWorker) {
+  AddPair();
+  AddSecondPair();
+  for (const auto& worker : {prefill_, prefill2_}) {
+    worker->Set([](ScriptedWorker& w) {
+      w.prefill_answers = {absl::ResourceExhaustedError("all places for waiting prompts are taken"),
+                           absl::OkStatus()};
+    });
+  }
+  Client client;
+  EXPECT_TRUE(Generate(client).ok());
+  EXPECT_EQ(decode_->Count("ask") + decode2_->Count("ask"), 0);
 }
 
 TEST_F(RouterTest, AWaitForRoomEndsWithTheDeadlineOrTheClient) {

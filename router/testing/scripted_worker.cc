@@ -35,11 +35,14 @@ class ScriptedClient : public rpc::WorkerClient {
                                             const rpc::CallOptions&) override {
     MutexLock lock(worker_->mutex);
     worker_->calls.emplace_back("reserve");
-    if (call.may_preempt()) worker_->calls.emplace_back("may preempt");
+    if (call.ask_id() != 0) worker_->calls.emplace_back("ask");
     worker_->seen.insert(call.transfer_id());
     if (absl::Status answer = Next(worker_->reserve_answers); !answer.ok()) return answer;
     if (worker_->transfers.size() >= worker_->num_slots) {
-      return absl::ResourceExhaustedError("no state slot is free");
+      const absl::Status full = absl::ResourceExhaustedError("no state slot is free");
+      if (call.ask_id() == 0 || worker_->num_give_way == 0) return full;
+      if (--worker_->num_give_way == 0) ++worker_->num_slots;
+      return WithRoomSoon(full);
     }
     worker_->transfers.insert(call.transfer_id());
     v1::KvReservation reservation;

@@ -36,8 +36,9 @@ struct ScriptedWorker {
   // Decode: admitted sequences give all their tokens by themselves; else a test sends them.
   bool streams = true;
   uint64_t num_slots = 100;
+  int num_give_way = 0;  // After so many calls that ask there is one slot more.
 
-  // What happened: "reserve", "may preempt" with it, "prefill", "handoff", "cancel done", "cancel
+  // What happened: "reserve", "ask" with it, "prefill", "handoff", "cancel done", "cancel
   // not done", "drain".
   std::vector<std::string> calls;
   std::set<std::string> transfers;  // Held now.

@@ -10,6 +10,7 @@ namespace isthmus {
 namespace {
 
 constexpr absl::string_view kPayloadUrl = "isthmus/fault-scope";
+constexpr absl::string_view kRoomUrl = "isthmus/room-soon";
 constexpr absl::string_view kNames[] = {"request", "peer", "device", "process"};
 
 }  // namespace
@@ -28,6 +29,13 @@ FaultScope FaultScopeOf(const absl::Status& status) {
   }
   return FaultScope::kRequest;
 }
+
+absl::Status WithRoomSoon(absl::Status status) {
+  if (!status.ok()) status.SetPayload(kRoomUrl, absl::Cord("true"));
+  return status;
+}
+
+bool HasRoomSoon(const absl::Status& status) { return status.GetPayload(kRoomUrl).has_value(); }
 
 absl::string_view FaultScopeName(FaultScope scope) { return kNames[static_cast<uint8_t>(scope)]; }
 

@@ -22,6 +22,10 @@ absl::Status WithFaultScope(absl::Status status, FaultScope scope);
 // The attached scope, or kRequest when nobody attached one.
 FaultScope FaultScopeOf(const absl::Status& status);
 
+// Attached to a RESOURCE_EXHAUSTED: others give way to this caller, who should ask here again.
+absl::Status WithRoomSoon(absl::Status status);
+bool HasRoomSoon(const absl::Status& status);
+
 // "request", "peer", "device" or "process", as on the wire and in logs.
 absl::string_view FaultScopeName(FaultScope scope);
 

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "services/base/check.h"
+#include "services/base/fault.h"
 #include "services/base/status_macros.h"
 
 namespace isthmus::engine {
@@ -41,8 +42,16 @@ struct Admission::Line {
   Demand demand;
   std::atomic<int64_t> num_held_tokens = 0;
   std::atomic<int64_t> num_output_tokens = 0;
+  std::atomic<bool> is_running = false;  // Else it is preempted, or its prompt is on its way.
   std::atomic<bool> is_preempted = false;
+  std::atomic<int64_t> num_output_tokens_then = -1;  // When it was preempted last.
+  std::atomic<int64_t> num_fork_tokens = 0;          // Whose pages the first reply has, too.
   std::atomic<int64_t> num_forks_left = 0;
+
+  bool GivesWayTo(const Urgency& newcomer) const {
+    return is_running && num_output_tokens > num_output_tokens_then &&
+           GivesWay(demand.urgency, newcomer);
+  }
 };
 
 Admission::Admission(kv::CachePool* pool, const AdmissionOptions& options, Clock& clock)
@@ -69,12 +78,20 @@ void Admission::Claim::SetTokens(int64_t num_held_tokens, int64_t num_output_tok
   line_->num_held_tokens = num_held_tokens;
   line_->num_output_tokens = num_output_tokens;
   line_->is_preempted = false;
+  line_->is_running = true;
 }
 
 void Admission::Claim::SetPreempted() {
   if (!is_open()) return;
   line_->num_held_tokens = 0;
+  line_->num_fork_tokens = 0;
+  line_->num_output_tokens_then = line_->num_output_tokens.load();
+  line_->is_running = false;
   line_->is_preempted = true;
+}
+
+bool Admission::Claim::GivesWayTo(const Urgency& newcomer) const {
+  return is_open() && line_->GivesWayTo(newcomer);
 }
 
 absl::Status Admission::Claim::CheckResume() const {
@@ -116,56 +133,70 @@ absl::StatusOr<Admission::Claim> Admission::Admit(const Demand& demand) {
   MutexLock lock(mutex_);
   ISTHMUS_RETURN_IF_ERROR(CheckTurnLocked(*line));
   if (absl::Status status = CheckRoomLocked(*line, {}); !status.ok()) {
-    if (demand.may_preempt) AskLocked(std::move(line));
-    return status;
+    return AskLocked(std::move(line)) ? WithRoomSoon(std::move(status)) : status;
   }
-  if (ask_.has_value() && ask_->line->demand.request_id == demand.request_id) ask_.reset();
+  if (ask_.has_value() && ask_->line->demand.ask_id == demand.ask_id) ask_.reset();
   return OpenLocked(std::move(line));
 }
 
-bool Admission::AskStandsLocked() const { return ask_.has_value() && clock_.Now() < ask_->until; }
-
-// An ask that was in vain keeps the next one off for a while, so that nobody can have sequences
-// preempted all the time.
-void Admission::AskLocked(std::shared_ptr<Line> line) {
+// One at a time, and after one in vain a pause; the same one not again, since what it takes is
+// shared and will not come back either. A higher class waits for no lower one's.
+bool Admission::MayAskLocked(const Demand& demand) const {
+  if (demand.ask_id == 0) return false;
+  if (!ask_.has_value()) return true;
+  const bool is_same = ask_->line->demand.ask_id == demand.ask_id;
   const absl::Time now = clock_.Now();
-  if (ask_.has_value() && now < ask_->until + kAskPause) return;
+  if (is_same) return ask_->state != AskState::kInVain;
+  if (now < ask_->until) return false;
+  const bool was_in_vain = ask_->num_preempted > 0;
+  return !was_in_vain || now >= ask_->until + kAskPause ||
+         demand.urgency.priority < ask_->line->demand.urgency.priority;
+}
+
+bool Admission::AskLocked(std::shared_ptr<Line> line) {
+  if (!MayAskLocked(line->demand)) return false;
   std::vector<const Line*> lower;
   for (const Line* other : lines_) {
-    const bool gives_way = GivesWay(other->demand.urgency, line->demand.urgency);
-    if (gives_way && !other->is_preempted) lower.push_back(other);
+    if (other->GivesWayTo(line->demand.urgency)) lower.push_back(other);
   }
-  if (!CheckRoomLocked(*line, lower).ok()) return;
-  ask_ = Ask{std::move(line), now + kAskTime};
+  if (!CheckRoomLocked(*line, lower).ok()) return false;
+  // What is held for it now will be idle then, and held for it again when it comes back.
+  line->demand.num_shared_tokens = 0;
+  const absl::Time now = clock_.Now();
+  ask_ = Ask{std::move(line), AskState::kOpen, now + kAskPatience, now + kAskTime};
+  return true;
 }
 
-// So many as run at one time, and for whom others were preempted as many of each class more: it
-// must not be kept out by those very sequences.
-int64_t Admission::MostPreemptedLocked(const Line& newcomer) const {
-  const int64_t num_slots = pool_->slots().num_pages();
-  const bool is_awaited =
-      AskStandsLocked() && ask_->line->demand.request_id == newcomer.demand.request_id;
-  return is_awaited ? kNumPriorities * num_slots : num_slots;
-}
-
-std::optional<Urgency> Admission::OpenAsk() const {
+std::optional<Demand> Admission::OpenAsk() const {
   MutexLock lock(mutex_);
-  if (!AskStandsLocked() || !ask_->is_open) return std::nullopt;
-  return ask_->line->demand.urgency;
+  if (!ask_.has_value() || ask_->state != AskState::kOpen || clock_.Now() >= ask_->until) {
+    return std::nullopt;
+  }
+  return ask_->line->demand;
 }
 
-bool Admission::HasRoomForAsk(std::span<const Claim* const> given_up) const {
+bool Admission::HasRoomForAsk(uint64_t ask_id, std::span<const Claim* const> given_up) const {
   std::vector<const Line*> lines;
   for (const Claim* claim : given_up) lines.push_back(claim->line_.get());
   MutexLock lock(mutex_);
-  return ask_.has_value() && CheckRoomLocked(*ask_->line, lines).ok();
+  if (!ask_.has_value() || ask_->line->demand.ask_id != ask_id) return true;
+  return CheckRoomLocked(*ask_->line, lines).ok();
 }
 
-void Admission::CloseAsk() {
+bool Admission::CloseAsk(uint64_t ask_id, int64_t num_preempted) {
   MutexLock lock(mutex_);
-  if (!ask_.has_value()) return;
-  ask_->is_open = false;
-  if (!CheckRoomLocked(*ask_->line, {}).ok()) ask_->until = std::min(ask_->until, clock_.Now());
+  if (!ask_.has_value() || ask_->line->demand.ask_id != ask_id) return true;
+  const absl::Time now = clock_.Now();
+  ask_->num_preempted = num_preempted;
+  if (CheckRoomLocked(*ask_->line, {}).ok()) {
+    ask_->state = AskState::kKept;
+    ask_->until = ask_->kept_until = now + kAskTime;
+    return true;
+  }
+  ask_->state = AskState::kInVain;
+  ask_->until = ask_->kept_until = now;
+  if (num_preempted == 0) ask_.reset();
+  return false;
 }
 
 Admission::Claim Admission::OpenLocked(std::shared_ptr<Line> line) {
@@ -183,13 +214,17 @@ Admission::Claim Admission::Claim::Fork() {
   --line_->num_forks_left;
   Demand demand = line_->demand;
   demand.num_replies = 1;
-  return admission_->OpenLocked(LineOf(demand));
+  std::shared_ptr<Line> fork = LineOf(demand);
+  const int64_t page_tokens = admission_->pool_->layout().geometry.page_tokens;
+  fork->num_fork_tokens = demand.num_prompt_tokens / page_tokens * page_tokens;
+  return admission_->OpenLocked(std::move(fork));
 }
 
 // Those that wait to be resumed count only by going first. Among equals they go before newcomers,
 // and any of them may be the first.
 absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
-  if (AskStandsLocked() && ask_->line->demand.request_id != newcomer.demand.request_id &&
+  const bool is_room_kept = ask_.has_value() && clock_.Now() < ask_->kept_until;
+  if (is_room_kept && ask_->line->demand.ask_id != newcomer.demand.ask_id &&
       !GoesBefore(newcomer.demand.urgency, ask_->line->demand.urgency)) {
     return absl::ResourceExhaustedError("the room is kept for a more urgent request");
   }
@@ -204,7 +239,7 @@ absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
       return absl::ResourceExhaustedError("a sequence that was preempted goes first");
     }
   }
-  const int64_t most = MostPreemptedLocked(newcomer);
+  const int64_t most = int64_t{kNumPriorities} * pool_->slots().num_pages();
   if (newcomer.is_preempted || num_preempted < most) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat(num_preempted, " sequences are preempted, want fewer than ", most));
@@ -223,7 +258,8 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer,
       --num_slots;
       for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
         const auto kind = static_cast<kernels::CacheKindIndex>(k);
-        growth[k] -= pool_->layout().PagesFor(kind, line->num_held_tokens);
+        growth[k] += pool_->layout().PagesFor(kind, line->num_fork_tokens) -
+                     pool_->layout().PagesFor(kind, line->num_held_tokens);
       }
       continue;
     }

@@ -54,15 +54,18 @@ struct Demand {
   int64_t num_replies = 1;  // Sequences in the end, which share the full pages of the prompt.
   // Of the prompt: the pages of so many tokens are held for it already, and need no room.
   int64_t num_shared_tokens = 0;
-  // Where there is no room: whether running sequences of lower classes should give way.
-  bool may_preempt = false;
-  std::string request_id = {};  // By which it is known when it comes again.
+  // Under which it asks running sequences of lower classes to give way where there is no room: the
+  // request's own, whatever becomes of its tries. 0: it does not ask.
+  uint64_t ask_id = 0;
+  std::string request_id = {};  // For the log.
 };
 
-// How long room is kept for whom sequences were preempted: a router comes again every 100 ms. Then,
-// when nobody came, how long those who were preempted are left alone.
+// How long room is kept for whom sequences gave way: a router comes again every 100 ms. Then, when
+// they did in vain, how long nobody else of that class may ask. How long an ask waits for the next
+// step.
 inline constexpr absl::Duration kAskTime = absl::Seconds(1);
-inline constexpr absl::Duration kAskPause = absl::Seconds(10);
+inline constexpr absl::Duration kAskPause = absl::Seconds(2);
+inline constexpr absl::Duration kAskPatience = absl::Seconds(30);
 
 // The book of all sequences that hold pages of a pool, or wait to have theirs back. Thread-safe.
 class Admission {
@@ -84,7 +87,7 @@ class Admission {
 
     bool is_open() const { return admission_ != nullptr; }
 
-    // The sequence has pages for so many tokens, so many of which are output.
+    // The sequence runs, and has pages for so many tokens, so many of which are output.
     void SetTokens(int64_t num_held_tokens, int64_t num_output_tokens);
 
     // A claim for another reply to the same prompt, which was counted from the start. Not more
@@ -93,6 +96,11 @@ class Admission {
 
     // It has given its pages back and waits until it may have them again.
     void SetPreempted();
+
+    // Whether its sequence should do that for a newcomer: one of a higher class that is more
+    // urgent, and not before it has gained a token since the last time, so that it comes to its end
+    // whoever comes and goes.
+    bool GivesWayTo(const Urgency& newcomer) const;
 
     // Whether a preempted sequence may have pages for the tokens that it has again, and for those
     // that are expected. ResourceExhausted names pool, numbers and the reason.
@@ -108,33 +116,36 @@ class Admission {
   };
 
   // A claim for a sequence that now takes pages for its prompt and one token. ResourceExhausted,
-  // with the pool's name and numbers: no room now, one that was preempted or for which others were
-  // goes before it, or as many are preempted as there are state slots. When all that it lacks is
-  // held by less urgent sequences of lower classes, and it may preempt, it leaves an ask.
+  // with the pool's name and numbers: no room now, one that was preempted or for which others gave
+  // way goes before it, or too many are preempted. HasRoomSoon: its ask stands, since running
+  // sequences that should give way to it hold all that it lacks.
   absl::StatusOr<Claim> Admit(const Demand& demand);
 
-  // One ask stands at a time, until it is admitted or its time is over. Whoever goes behind it is
-  // neither admitted nor resumed meanwhile. Who runs the sequences reads it while it is open,
-  // preempts what it takes, and closes it.
-  std::optional<Urgency> OpenAsk() const;
-  // Whether there is, or will be once the sequences of `given_up` have none, room for the ask.
-  bool HasRoomForAsk(std::span<const Claim* const> given_up) const;
-  // Nobody gives way any more. Whether the room is there decides whether the ask still stands.
-  void CloseAsk();
+  // One ask stands at a time. Who runs the sequences reads it while it is open, has them give way,
+  // and closes it; the room is then kept until the asker comes or its time is over: who goes behind
+  // it is neither admitted nor resumed.
+  std::optional<Demand> OpenAsk() const;
+  // Whether there is room for it, or will be once the sequences of `given_up` hold nothing. True
+  // when it stands no more: nobody need give way.
+  bool HasRoomForAsk(uint64_t ask_id, std::span<const Claim* const> given_up) const;
+  // `num_preempted` gave way, and nobody else does. False: in vain.
+  bool CloseAsk(uint64_t ask_id, int64_t num_preempted);
 
  private:
+  enum class AskState : uint8_t { kOpen, kKept, kInVain };
   struct Ask {
     std::shared_ptr<Line> line;
-    absl::Time until;
-    bool is_open = true;
+    AskState state = AskState::kOpen;
+    absl::Time until;       // When it is over by itself.
+    absl::Time kept_until;  // How long who goes behind it is kept out.
+    int64_t num_preempted = 0;
   };
   static std::shared_ptr<Line> LineOf(const Demand& demand);
   Claim OpenLocked(std::shared_ptr<Line> line);
   absl::Status CheckTurnLocked(const Line& newcomer) const;
   absl::Status CheckRoomLocked(const Line& newcomer, std::span<const Line* const> given_up) const;
-  bool AskStandsLocked() const;
-  int64_t MostPreemptedLocked(const Line& newcomer) const;
-  void AskLocked(std::shared_ptr<Line> line);
+  bool MayAskLocked(const Demand& demand) const;
+  bool AskLocked(std::shared_ptr<Line> line);
   int64_t FinalPagesLocked(const Line& line, kernels::CacheKindIndex kind) const;
 
   kv::CachePool* const pool_;
@@ -143,7 +154,8 @@ class Admission {
   mutable Mutex mutex_;
   std::vector<Line*> lines_;  // Guarded by mutex_, as all below.
   OutputLengths lengths_;
-  std::optional<Ask> ask_;  // The last one that was not admitted; it may be over.
+  std::optional<Ask> ask_;  // The last one, until it is admitted or nobody can give way; it may be
+                            // over.
 };
 
 }  // namespace isthmus::engine

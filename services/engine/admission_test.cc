@@ -168,113 +168,6 @@ TEST(AdmissionTest, CountsTheRepliesToOnePromptFromTheStart) {
   EXPECT_FALSE(room.Admit({100, 500}).ok());
 }
 
-// One that runs is low and holds three of four pages.
-struct Asking : Room {
-  Asking() : Room(4), running(*Admit(NewcomerOf(300, Priority::kLow, "running"))) {}
-  Demand NewcomerOf(int64_t num_prompt_tokens, Priority priority, std::string request_id) {
-    return {.num_prompt_tokens = num_prompt_tokens,
-            .max_output_tokens = 1,
-            .urgency = {.priority = priority, .arrived = clock.Now()},
-            .may_preempt = true,
-            .request_id = std::move(request_id)};
-  }
-  Demand Urgent() { return NewcomerOf(200, Priority::kHigh, "urgent"); }
-  void Preempt() {
-    running.cache = kv::SequenceCache();
-    running.claim.SetPreempted();
-  }
-  void Resume() {
-    ASSERT_TRUE(running.claim.CheckResume().ok());
-    running.cache = *pool->Open();
-    ASSERT_TRUE(running.cache.Reserve(301).ok());
-    running.claim.SetTokens(384, 0);
-  }
-
-  Running running;
-};
-
-TEST(AskTest, OnlyAMoreUrgentNewcomerOfAHigherClassLeavesOne) {
-  Asking room;
-  Demand demand = room.Urgent();
-  demand.may_preempt = false;
-  EXPECT_FALSE(room.Admit(demand).ok());
-  EXPECT_FALSE(room.admission.OpenAsk().has_value());
-  // More than all pages together; of the same class; with room; behind one that has waited.
-  EXPECT_FALSE(room.Admit(room.NewcomerOf(600, Priority::kHigh, "large")).ok());
-  EXPECT_FALSE(room.Admit(room.NewcomerOf(200, Priority::kLow, "low")).ok());
-  EXPECT_TRUE(room.Admit(room.NewcomerOf(100, Priority::kHigh, "small")).ok());
-  EXPECT_FALSE(room.admission.OpenAsk().has_value());
-  room.clock.Sleep(5 * kPatience);
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  EXPECT_FALSE(room.admission.OpenAsk().has_value());
-}
-
-TEST(AskTest, KeepsTheRoomForWhomOthersWerePreempted) {
-  Asking room;
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  ASSERT_TRUE(room.admission.OpenAsk().has_value());
-  EXPECT_EQ(room.admission.OpenAsk()->priority, Priority::kHigh);
-  EXPECT_FALSE(room.admission.HasRoomForAsk({}));
-  const Admission::Claim* const claim = &room.running.claim;
-  EXPECT_TRUE(room.admission.HasRoomForAsk({&claim, 1}));
-  room.Preempt();
-  EXPECT_TRUE(room.admission.HasRoomForAsk({}));
-  room.admission.CloseAsk();
-  EXPECT_FALSE(room.admission.OpenAsk().has_value());
-  // Neither who was preempted nor who goes behind it; who goes before it does.
-  EXPECT_THAT(room.running.claim.CheckResume().message(), HasSubstr("more urgent"));
-  EXPECT_THAT(room.Admit(room.NewcomerOf(10, Priority::kNormal, "normal")).status().message(),
-              HasSubstr("more urgent"));
-  Demand sooner = room.NewcomerOf(10, Priority::kHigh, "sooner");
-  sooner.urgency.deadline = room.clock.Now() + absl::Seconds(1);
-  EXPECT_TRUE(room.Admit(sooner).ok());
-  room.clock.Sleep(kAskTime / 2);  // The same request, which arrived as long ago as it says.
-  auto urgent = room.Admit(room.Urgent());
-  ASSERT_TRUE(urgent.ok()) << urgent.status();
-  EXPECT_THAT(room.running.claim.CheckResume().message(), HasSubstr("pages"));
-  urgent = absl::CancelledError("ended");
-  room.Resume();
-}
-
-TEST(AskTest, IsOverAfterItsTimeAndTheNextOneComesLater) {
-  Asking room;
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  room.Preempt();
-  room.admission.CloseAsk();
-  room.clock.Sleep(kAskTime - absl::Milliseconds(1));
-  EXPECT_FALSE(room.running.claim.CheckResume().ok());
-  room.clock.Sleep(absl::Milliseconds(1));
-  room.Resume();
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  EXPECT_FALSE(room.admission.OpenAsk().has_value());
-  room.clock.Sleep(kAskPause);
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  EXPECT_TRUE(room.admission.OpenAsk().has_value());
-}
-
-// Where as many sequences are preempted as others may be preempted beside.
-TEST(AskTest, IsAdmittedThoughAllSlotsWerePreempted) {
-  Room room(4, 1);
-  Demand demand{.num_prompt_tokens = 100, .max_output_tokens = 1};
-  demand.urgency.priority = Priority::kLow;
-  auto low = room.Admit(demand);
-  ASSERT_TRUE(low.ok());
-  demand = {.num_prompt_tokens = 100, .max_output_tokens = 1, .may_preempt = true};
-  demand.request_id = "normal";
-  EXPECT_FALSE(room.Admit(demand).ok());
-  low->cache = kv::SequenceCache();
-  low->claim.SetPreempted();
-  room.admission.CloseAsk();
-  EXPECT_TRUE(room.Admit(demand).ok());
-}
-
-TEST(AskTest, ThatNobodyCanServeKeepsNothing) {
-  Asking room;
-  EXPECT_FALSE(room.Admit(room.Urgent()).ok());
-  room.admission.CloseAsk();  // As when those that run cannot be preempted.
-  EXPECT_TRUE(room.Admit(room.NewcomerOf(10, Priority::kLow, "low")).ok());
-}
-
 // Random claims against a list and the formula.
 TEST(AdmissionTest, AgreesWithTheFormulaWhateverHappens) {
   int num_admitted = 0;
@@ -302,7 +195,7 @@ TEST(AdmissionTest, AgreesWithTheFormulaWhateverHappens) {
         int64_t available = 40;
         int64_t num_slots = 12;
         bool must_wait =
-            std::ranges::count(preempted, true, &std::pair<const int, bool>::second) >= 12;
+            std::ranges::count(preempted, true, &std::pair<const int, bool>::second) >= 36;
         for (const auto& [id, running] : all) {
           if (preempted[id]) {
             must_wait = must_wait || !GoesBefore(demand.urgency, running.demand.urgency);

@@ -56,6 +56,7 @@ absl::Status CheckFitsAlone(Engine& engine, const Sequence& sequence) {
 void Preempt(Sequence& sequence) {
   sequence.num_once_cached = std::max(sequence.num_once_cached, sequence.cache.num_tokens());
   sequence.cache = kv::SequenceCache();
+  sequence.counts = {};  // The memory plan has room for those that run.
   sequence.claim.SetPreempted();
 }
 

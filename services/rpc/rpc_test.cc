@@ -31,6 +31,9 @@ class ScriptedDecode : public v1::DecodeService::Service {
       return ToGrpcStatus(WithFaultScope(absl::AbortedError("lease is gone"), FaultScope::kDevice),
                           context);
     }
+    if (call->num_prompt_tokens() == 7) {
+      return ToGrpcStatus(WithRoomSoon(absl::ResourceExhaustedError("no pages")), context);
+    }
     while (call->num_prompt_tokens() == 99 && !context->IsCancelled()) {
       RealClock().Sleep(absl::Milliseconds(1));
     }
@@ -75,6 +78,17 @@ TEST(StatusTest, CodeMessageAndScopeCrossTheWire) {
   EXPECT_THAT(std::string(reply.status().message()), HasSubstr("lease is gone"));
   EXPECT_THAT(std::string(reply.status().message()), HasSubstr(fixture.server->address()));
   EXPECT_EQ(FaultScopeOf(reply.status()), FaultScope::kDevice);
+  EXPECT_FALSE(HasRoomSoon(reply.status()));
+}
+
+TEST(StatusTest, ThatThereWillBeRoomCrossesTheWire) {
+  Fixture fixture;
+  v1::ReserveCall call;
+  call.set_num_prompt_tokens(7);
+  const absl::Status status = fixture.client->Reserve(call, {absl::Seconds(5), {}}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(HasRoomSoon(status));
+  EXPECT_EQ(FaultScopeOf(status), FaultScope::kRequest);
 }
 
 TEST(StatusTest, AWorkerErrorKeepsItsScope) {

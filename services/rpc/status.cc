@@ -10,6 +10,7 @@ namespace isthmus::rpc {
 namespace {
 
 constexpr char kScopeKey[] = "isthmus-fault-scope";
+constexpr char kRoomKey[] = "isthmus-room-soon";
 // Metadata of one call is limited to 8 KiB by default; a message is cut well below.
 constexpr size_t kMaxMessageBytes = 4096;
 
@@ -31,6 +32,7 @@ absl::StatusCode CanonicalCode(int code) {
 grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context) {
   if (status.ok()) return grpc::Status::OK;
   context->AddTrailingMetadata(kScopeKey, std::string(FaultScopeName(FaultScopeOf(status))));
+  if (HasRoomSoon(status)) context->AddTrailingMetadata(kRoomKey, "true");
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
                       std::string(status.message().substr(0, kMaxMessageBytes)));
 }
@@ -41,6 +43,7 @@ absl::Status FromGrpcStatus(const grpc::Status& status, const grpc::ClientContex
   absl::Status result(CanonicalCode(status.error_code()),
                       absl::StrCat(peer, ": ", status.error_message()));
   const auto& metadata = context.GetServerTrailingMetadata();
+  if (metadata.find(kRoomKey) != metadata.end()) result = WithRoomSoon(std::move(result));
   const auto found = metadata.find(kScopeKey);
   if (found != metadata.end()) {
     return WithNamedScope(std::move(result),

@@ -19,11 +19,12 @@ absl::Status Unreachable(const std::string& server) {
                         FaultScope::kPeer);
 }
 
-// As it arrives at the caller: with the server's address in front, and its scope.
+// As it arrives at the caller: with the server's address in front, and what is attached.
 absl::Status FromServer(const std::string& server, const absl::Status& status) {
   if (status.ok()) return status;
-  return WithFaultScope(absl::Status(status.code(), absl::StrCat(server, ": ", status.message())),
-                        FaultScopeOf(status));
+  absl::Status arrived(status.code(), absl::StrCat(server, ": ", status.message()));
+  if (HasRoomSoon(status)) arrived = WithRoomSoon(std::move(arrived));
+  return WithFaultScope(std::move(arrived), FaultScopeOf(status));
 }
 
 }  // namespace

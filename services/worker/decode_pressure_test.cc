@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "services/worker/testing/worker_pair.h"
 
 namespace isthmus::worker {
@@ -159,14 +161,14 @@ TEST_F(DecodePressureTest, AnUrgentReservationIsNotKeptBackByWhatIsPreempted) {
 }
 
 // Three of four pages are held, and none comes back by itself for 200 tokens.
-TEST_F(DecodePressureTest, RepliesOfALowerClassGiveWayToANewcomerThatMayPreempt) {
+TEST_F(DecodePressureTest, RepliesOfALowerClassGiveWayToANewcomerThatAsks) {
   BeginAll(3, 200, v1::PRIORITY_LOW);
   TestRequest urgent = RequestOf(300, 20, 99);
   urgent.request_id = "urgent";
   EXPECT_FALSE(pair.Reserve(urgent).ok());
   urgent.priority = v1::PRIORITY_HIGH;
   EXPECT_FALSE(pair.Reserve(urgent).ok());
-  urgent.may_preempt = true;
+  urgent.ask_id = 7;
   EXPECT_EQ(pair.Reserve(urgent).status().code(), absl::StatusCode::kResourceExhausted);
   absl::StatusOr<v1::KvReservation> reservation = absl::UnknownError("not asked yet");
   ASSERT_TRUE(ComesTrue([&] {
@@ -186,6 +188,123 @@ TEST_F(DecodePressureTest, RepliesOfALowerClassGiveWayToANewcomerThatMayPreempt)
   for (size_t i = 0; i < requests.size(); ++i) {
     EXPECT_EQ(replies[i].tokens, pair.Expected(requests[i])) << i;
   }
+}
+
+TestRequest Urgent(size_t num_tokens) {
+  TestRequest urgent = RequestOf(num_tokens, 20, 99);
+  urgent.priority = v1::PRIORITY_HIGH;
+  urgent.ask_id = 7;
+  return urgent;
+}
+
+// The same with steps of a whole 50 ms.
+class SlowPressureTest : public testing::Test {
+ protected:
+  static WorkerConfig SlowConfig() {
+    WorkerConfig config = SmallConfig();
+    config.cache_tokens = 8 * 128;
+    config.prefix_snapshots = 4;
+    config.scripted_step_time = absl::Milliseconds(50);
+    return config;
+  }
+  static TestRequest Low(size_t num_tokens, uint32_t max_output_tokens, uint32_t first) {
+    TestRequest request = RequestOf(num_tokens, max_output_tokens, first);
+    request.priority = v1::PRIORITY_LOW;
+    return request;
+  }
+  // Until it has a reservation.
+  absl::StatusOr<v1::KvReservation> KeepAsking(const TestRequest& request) {
+    absl::StatusOr<v1::KvReservation> reservation = absl::UnknownError("not asked yet");
+    ComesTrue([&] {
+      RealClock().Sleep(absl::Milliseconds(20));
+      reservation = pair.Reserve(request);
+      return reservation.ok();
+    });
+    return reservation;
+  }
+
+  WorkerPair pair{AmpleConfig(), SlowConfig()};
+};
+
+// As soon as they run they give way.
+TEST_F(SlowPressureTest, AnAskBeforeTheOthersRanIsNotTheLast) {
+  std::vector<TestRequest> low;
+  std::vector<v1::KvReservation> reservations;
+  for (uint32_t i = 0; i < 7; ++i) {
+    low.push_back(Low(100, 200, 10 + i));
+    reservations.push_back(*pair.Reserve(low.back()));
+  }
+  EXPECT_FALSE(pair.Reserve(Urgent(300)).ok());
+  for (size_t i = 0; i < low.size(); ++i) {
+    const auto handoff = pair.Prefill(low[i], reservations[i]);
+    ASSERT_TRUE(handoff.ok()) << handoff.status();
+    ASSERT_TRUE(pair.Handoff(low[i], *handoff).ok());
+  }
+  const absl::Time start = RealClock().Now();
+  EXPECT_TRUE(KeepAsking(Urgent(300)).ok());
+  EXPECT_LE(RealClock().Now() - start, absl::Seconds(2));
+}
+
+// The next turn of a talk whose pages the worker has still: idle, so they are the request's own.
+TEST_F(SlowPressureTest, OthersGiveWayToANewcomerWithAPrefixAsWell) {
+  TestRequest talk = Urgent(384);
+  talk.max_output_tokens = 2;
+  pair.Run(talk);  // Its three pages are idle now.
+  for (uint32_t i = 0; i < 4; ++i) ASSERT_TRUE(pair.Begin(Low(20, 100, 10 + i)).ok());
+  TestRequest next = talk;  // Two pages more than it has; one is free.
+  for (uint32_t i = 0; i < 200; ++i) next.prompt.push_back(2 + i);
+  next.transfer_id = rpc::NewTransferId();
+  const absl::Time start = RealClock().Now();
+  const auto reservation = KeepAsking(next);
+  ASSERT_TRUE(reservation.ok()) << reservation.status();
+  EXPECT_EQ(reservation->held_tokens(), 384u);
+  EXPECT_LE(RealClock().Now() - start, absl::Seconds(1));
+  EXPECT_GT(pair.decode->loop().num_preemptions(), 0);
+}
+
+// Urgent requests come, have their room, and leave again, all the time.
+TEST_F(SlowPressureTest, WhoGivesWayComesToItsEndWhoeverComesAndGoes) {
+  for (uint32_t i = 0; i < 7; ++i) ASSERT_TRUE(pair.Begin(Low(100, 12, 10 + i)).ok());
+  uint64_t ask_id = 7;
+  EXPECT_TRUE(ComesTrue([&] {
+    TestRequest urgent = Urgent(900);
+    urgent.ask_id = ask_id;
+    if (pair.Reserve(urgent).ok()) {
+      ++ask_id;
+      EXPECT_TRUE(
+          pair.decode_service->Cancel(WorkerPair::CancelOf(urgent, true), absl::Seconds(1)).ok());
+    }
+    RealClock().Sleep(absl::Milliseconds(10));
+    return pair.decode->loop().num_sequences() == 0;
+  }));
+  EXPECT_GE(ask_id, 9u);
+}
+
+// It needs one of many, and calls come all the time while the loop looks for it.
+TEST_F(SlowPressureTest, NoMoreGiveWayThanItTakes) {
+  for (uint32_t i = 0; i < 7; ++i) ASSERT_TRUE(pair.Begin(Low(20, 100, 10 + i)).ok());
+  int64_t worst = 0;
+  int num_rounds = 0;
+  const absl::Time end = RealClock().Now() + absl::Seconds(2);
+  while (RealClock().Now() < end && pair.decode->loop().num_sequences() == 7) {
+    const int64_t before = pair.decode->loop().num_preemptions();
+    TestRequest urgent = Urgent(130);  // Two pages; one is free.
+    urgent.ask_id += static_cast<uint64_t>(++num_rounds);
+    std::atomic<bool> is_reserved = false;
+    const auto hammer = [&] {
+      while (!is_reserved && pair.decode->loop().num_sequences() == 7) {
+        if (pair.Reserve(urgent).ok()) is_reserved = true;
+      }
+    };
+    std::thread other(hammer);
+    hammer();
+    other.join();
+    worst = std::max(worst, pair.decode->loop().num_preemptions() - before);
+    (void)pair.decode_service->Cancel(WorkerPair::CancelOf(urgent, true), absl::Seconds(1));
+    EXPECT_TRUE(ComesTrue([&] { return pair.decode->loop().num_preempted() == 0; }));
+  }
+  EXPECT_GE(num_rounds, 3);
+  EXPECT_EQ(worst, 1);
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ absl::Status DecodeService::TakeRoom(std::vector<int32_t> prompt, Transfer& tran
                                 .urgency = transfer.urgency,
                                 .num_replies = static_cast<int64_t>(transfer.replies.size()),
                                 .num_shared_tokens = held_tokens,
-                                .may_preempt = call.may_preempt(),
+                                .ask_id = call.ask_id(),
                                 .request_id = call.request_id()}));
   ISTHMUS_RETURN_IF_ERROR(
       engine::OpenWithPages(pool, sequence.num_prompt_tokens + 1, std::move(found), sequence));

@@ -87,12 +87,15 @@ void StepLoop::RunOnce() {
   TakeFromInbox();
   if (inbox_.is_closed()) return;
   DropCancelled();
-  figures_ = {};
   GiveWay();
   ResumePreempted();
   lacks_pages_ = !MakeRoom();
   num_preempted_ = static_cast<int64_t>(preempted_.size());
-  if (!lacks_pages_ && !running_.empty()) StepAll();
+  if (!lacks_pages_ && !running_.empty()) {
+    StepAll();
+  } else if (figures_.num_preemptions > 0) {
+    Observe();
+  }
   Touch();
 }
 
@@ -138,20 +141,28 @@ void StepLoop::ResumePreempted() {
 // Room for the newcomer that asks for it. Nobody is preempted when that would not be enough, so
 // only who shares pages can be so in vain.
 void StepLoop::GiveWay() {
-  const std::optional<Urgency> newcomer = admission_->OpenAsk();
+  const std::optional<engine::Demand> newcomer = admission_->OpenAsk();
   if (!newcomer.has_value()) return;
   const auto gives_way = [&](const Entry& entry) {
-    return entry.is_preemptible && GivesWay(entry.sequence.urgency, *newcomer);
+    return entry.is_preemptible && entry.sequence.claim.GivesWayTo(newcomer->urgency);
   };
   std::vector<const engine::Admission::Claim*> claims;
   for (const Entry& entry : running_) {
-    if (gives_way(entry) && entry.sequence.claim.is_open()) claims.push_back(&entry.sequence.claim);
+    if (gives_way(entry)) claims.push_back(&entry.sequence.claim);
   }
-  if (admission_->HasRoomForAsk(claims)) {
-    while (!admission_->HasRoomForAsk({}) && PreemptLeastUrgent(gives_way)) {
+  int64_t num_preempted = 0;
+  if (admission_->HasRoomForAsk(newcomer->ask_id, claims)) {
+    while (!admission_->HasRoomForAsk(newcomer->ask_id, {}) && PreemptLeastUrgent(gives_way)) {
+      ++num_preempted;
     }
   }
-  admission_->CloseAsk();
+  const bool has_room = admission_->CloseAsk(newcomer->ask_id, num_preempted);
+  if (num_preempted == 0) return;
+  figures_.num_given_way += num_preempted;
+  LogInfo("sequences of lower classes gave way to a newcomer",
+          {{"request_id", newcomer->request_id},
+           {"num_preempted", num_preempted},
+           {"has_room", has_room}});
 }
 
 // Pages for the next step, at the cost of the less urgent. False: the most urgent one has not got
@@ -222,9 +233,14 @@ void StepLoop::StepAll() {
   }
   figures_.duration = clock_.Now() - start;
   figures_.num_sequences = static_cast<int64_t>(entries.size());
+  Observe();
+  RemoveEnded();
+}
+
+void StepLoop::Observe() {
   figures_.num_preempted = num_preempted_;
   if (observer_) observer_(figures_);
-  RemoveEnded();
+  figures_ = {};
 }
 
 absl::Status StepLoop::StepThese(std::vector<Entry*> entries) {

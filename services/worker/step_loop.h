@@ -23,11 +23,13 @@ namespace isthmus::worker {
 
 using CancelFlag = std::shared_ptr<std::atomic<bool>>;
 
-// What one step was, for metrics.
+// What one step was, for metrics; also a round that preempted and had nothing left to step.
 struct StepFigures {
   absl::Duration duration;
-  int64_t num_sequences = 0;  // Running ones; a budget may have kept some of them out of the step.
-  int64_t num_preemptions = 0;  // Before it, for its pages.
+  // Running ones; a budget may have kept some of them out of the step. 0: there was no step.
+  int64_t num_sequences = 0;
+  int64_t num_preemptions = 0;  // Before it: for its pages, or for newcomers.
+  int64_t num_given_way = 0;    // Of these, for newcomers.
   // Tokens that were cached once before.
   int64_t num_recomputed_tokens = 0;
   int64_t num_preempted = 0;  // Sequences that wait for pages.
@@ -100,6 +102,7 @@ class StepLoop {
   bool PreemptLeastUrgent(absl::FunctionRef<bool(const Entry& entry)> may);
   void WaitForPages(Entry entry);
   void StepAll();
+  void Observe();
   absl::Status StepThese(std::vector<Entry*> entries);
   void FinishStep(Entry& entry, const Before& before);
   void End(Entry& entry, const absl::Status& status);
@@ -119,7 +122,7 @@ class StepLoop {
   // behind them, and who goes before them arrived at most five patiences later (urgency.h).
   std::vector<Entry> preempted_;
   bool lacks_pages_ = false;  // The last round could not step for want of pages.
-  StepFigures figures_;       // Of the round.
+  StepFigures figures_;       // Of the round, and of those before it that nobody observed.
   std::atomic<int64_t> num_sequences_ = 0;
   std::atomic<int64_t> num_preemptions_ = 0;
   std::atomic<int64_t> num_preempted_ = 0;

@@ -81,5 +81,54 @@ TEST(StepLoopTest, ASequenceWithoutPagesWaitsForThemAndRuns) {
   (*worker)->Stop();
 }
 
+// The only sequence gives way, so no step follows; metrics are fed by observers alone.
+TEST(StepLoopTest, ObserversSeeAPreemptionAfterWhichNothingRuns) {
+  std::atomic<int64_t> num_given_way = 0;
+  std::atomic<int64_t> most_waiting = 0;
+  WorkerConfig config = ScriptedConfig();
+  config.cache_tokens = 4 * 128;
+  config.scripted_step_time = absl::Milliseconds(20);
+  transfer::LoopbackNetwork network;
+  WorkerParts parts;
+  parts.transport = transfer::MakeLoopbackTransport(&network, "one");
+  parts.on_step = [&](const StepFigures& figures) {
+    EXPECT_EQ(figures.num_preemptions, figures.num_given_way);
+    num_given_way += figures.num_given_way;
+    most_waiting = std::max<int64_t>(most_waiting, figures.num_preempted);
+  };
+  auto worker = Worker::Assemble(config, v1::WORKER_ROLE_DECODE, std::move(parts), RealClock());
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  engine::Admission& admission = (*worker)->admission();
+  engine::Demand demand = {.num_prompt_tokens = 300, .max_output_tokens = 80};
+  demand.urgency.priority = Priority::kLow;
+  StepLoop::Entry entry;
+  engine::SamplingParams sampling;
+  sampling.max_tokens = 80;
+  auto claim = admission.Admit(demand);
+  ASSERT_TRUE(claim.ok()) << claim.status();
+  entry.sequence = *(*worker)->engine().Admit("r", std::vector<int32_t>(300, 5), sampling);
+  entry.sequence.claim = *std::move(claim);
+  entry.sequence.urgency = demand.urgency;
+  entry.is_preemptible = true;
+  entry.on_step = [](const engine::Sequence&, int64_t) { return true; };
+  entry.on_end = [](engine::Sequence, const absl::Status& status) { EXPECT_TRUE(status.ok()); };
+  entry.is_cancelled = std::make_shared<std::atomic<bool>>(false);
+  ASSERT_TRUE((*worker)->loop().Submit(std::move(entry)).ok());
+  demand = {.num_prompt_tokens = 300, .max_output_tokens = 1, .ask_id = 7};
+  demand.urgency.priority = Priority::kHigh;
+  engine::Admission::Claim urgent;
+  ASSERT_TRUE(ComesTrue([&] {
+    auto admitted = admission.Admit(demand);
+    if (admitted.ok()) urgent = *std::move(admitted);
+    return urgent.is_open();
+  }));
+  urgent = {};
+  EXPECT_TRUE(ComesTrue([&] { return (*worker)->loop().num_sequences() == 0; }));
+  (*worker)->Stop();
+  EXPECT_EQ((*worker)->loop().num_preemptions(), 1);
+  EXPECT_EQ(num_given_way, 1);
+  EXPECT_EQ(most_waiting, 1);
+}
+
 }  // namespace
 }  // namespace isthmus::worker

@@ -99,12 +99,14 @@ inline constexpr MetricSpec kStepSequences = {
     .labels = {},
     .buckets = kBatchBuckets};
 
+inline constexpr absl::string_view kReasonLabel[] = {"reason"};
 inline constexpr MetricSpec kPreemptions = {
     .name = "isthmus_decode_preemptions_total",
     .kind = MetricKind::kCounter,
     .help =
-        "Sequences that gave their pages back to more urgent ones. They are recomputed and go on.",
-    .labels = {},
+        "Sequences that gave their pages back to more urgent ones: to those of their step, or to a "
+        "newcomer of a higher class. They are recomputed and go on.",
+    .labels = kReasonLabel,
     .buckets = {}};
 
 inline constexpr MetricSpec kRecomputedTokens = {

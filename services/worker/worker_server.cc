@@ -115,10 +115,14 @@ class WorkerProcess {
 absl::Status WorkerProcess::Start() {
   ISTHMUS_RETURN_IF_ERROR(CheckAddresses(config_));
   const StepObserver observer = [this](const StepFigures& figures) {
-    metrics_.Observe(kStepSeconds, absl::ToDoubleSeconds(figures.duration));
-    metrics_.Observe(kStepSequences, static_cast<double>(figures.num_sequences));
+    if (figures.num_sequences > 0) {
+      metrics_.Observe(kStepSeconds, absl::ToDoubleSeconds(figures.duration));
+      metrics_.Observe(kStepSequences, static_cast<double>(figures.num_sequences));
+    }
     if (role_ != v1::WORKER_ROLE_DECODE) return;
-    metrics_.Add(kPreemptions, static_cast<double>(figures.num_preemptions));
+    const int64_t for_step = figures.num_preemptions - figures.num_given_way;
+    metrics_.Add(kPreemptions, static_cast<double>(for_step), {"step"});
+    metrics_.Add(kPreemptions, static_cast<double>(figures.num_given_way), {"newcomer"});
     metrics_.Add(kRecomputedTokens, static_cast<double>(figures.num_recomputed_tokens));
     metrics_.Set(kPreemptedSequences, static_cast<double>(figures.num_preempted));
   };

@@ -44,7 +44,7 @@ LoadRequest& LoadedEngine::Ask(const LoadRequest& request) {
   requests_.push_back(std::make_unique<LoadRequest>(request));
   LoadRequest& asked = *requests_.back();
   asked.arrived = clock_.Now();
-  asked.name = absl::StrCat("request ", requests_.size());
+  asked.ask_id = requests_.size();
   for (int64_t i = 0; i < asked.num_prompt_tokens; ++i) {
     const auto bits = static_cast<int64_t>(requests_.size() * 7919) + i * 31;
     asked.prompt.push_back(static_cast<int32_t>(2 + bits % (sizes_.script.vocab_size - 2)));
@@ -63,8 +63,8 @@ absl::Status LoadedEngine::Begin(LoadRequest& request) {
                            admission_->Admit({.num_prompt_tokens = request.num_prompt_tokens,
                                               .max_output_tokens = request.max_output_tokens,
                                               .urgency = urgency,
-                                              .may_preempt = true,
-                                              .request_id = request.name}));
+                                              .ask_id = request.ask_id,
+                                              .request_id = request.kind}));
   engine::SamplingParams sampling;
   sampling.max_tokens = request.max_output_tokens;
   ISTHMUS_ASSIGN_OR_RETURN(engine::Sequence sequence,

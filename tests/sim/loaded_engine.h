@@ -53,7 +53,7 @@ struct LoadRequest {
   absl::Duration leaves_after = absl::InfiniteDuration();
   std::string kind = {};  // For whoever looks at the outcome.
 
-  std::string name = {};  // Its own.
+  uint64_t ask_id = 0;  // Its own.
   absl::Time arrived = {};
   absl::Time admitted = absl::InfiniteFuture();
   absl::Time ended = absl::InfiniteFuture();

@@ -55,7 +55,7 @@ struct TestRequest {
   std::string cache_salt = {};
   v1::Priority priority = v1::PRIORITY_UNSPECIFIED;
   std::string request_id = "r";
-  bool may_preempt = false;
+  uint64_t ask_id = 0;
 };
 
 inline TestRequest RequestOf(size_t num_tokens, uint32_t max_output_tokens = 6,
@@ -111,7 +111,7 @@ class WorkerPair {
     v1::ReserveCall call;
     call.set_transfer_id(request.transfer_id);
     call.set_request_id(request.request_id);
-    call.set_may_preempt(request.may_preempt);
+    call.set_ask_id(request.ask_id);
     call.set_num_prompt_tokens(request.prompt.size());
     call.mutable_prompt_token_ids()->Add(request.prompt.begin(), request.prompt.end());
     call.set_cache_salt(request.cache_salt);
