@@ -122,7 +122,8 @@ std::map<std::string, bool> AllPatchesOn() {
   for (const Patch* patch : kernels::AllPatches()) {
     const bool is_narrow = patch->name == "hyper_connection.bf16" ||
                            patch->name == "hyper_connection.tf32" ||
-                           patch->name == "hyper_connection.bf16_hilo";
+                           patch->name == "hyper_connection.bf16_hilo" ||
+                           patch->name == "experts.grouped_w4a4";
     patches[std::string(patch->name)] = !is_narrow;
   }
   return patches;
