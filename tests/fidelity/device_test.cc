@@ -120,10 +120,9 @@ TEST_P(DeviceTest, LogitsAreWithinTheGoldenTolerances) {
 std::map<std::string, bool> AllPatchesOn() {
   std::map<std::string, bool> patches;
   for (const Patch* patch : kernels::AllPatches()) {
-    const bool is_narrow = patch->name == "hyper_connection.bf16" ||
-                           patch->name == "hyper_connection.tf32" ||
-                           patch->name == "hyper_connection.bf16_hilo" ||
-                           patch->name == "experts.grouped_w4a4";
+    const bool is_narrow =
+        patch->name == "hyper_connection.bf16" || patch->name == "hyper_connection.tf32" ||
+        patch->name == "hyper_connection.bf16_hilo" || patch->name == "experts.grouped_w4a4";
     patches[std::string(patch->name)] = !is_narrow;
   }
   return patches;
