@@ -3,6 +3,7 @@
 // token, f64 sums, rounding where the formula rounds.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
 #include "kernels/core/formats.h"
@@ -21,7 +22,7 @@ double Round(double x, Arithmetic arithmetic) {
 }
 
 // What q of rows that meet fp4 is.
-enum class RowsOfFp4 { kE4m3, kNvfp4 };
+enum class RowsOfFp4 : uint8_t { kE4m3, kNvfp4 };
 
 // q(x) as NVFP4, with exact products.
 Row QuantisedNvfp4(const Row& x) {

@@ -39,10 +39,10 @@ class ScriptedClient : public rpc::WorkerClient {
     worker_->seen.insert(call.transfer_id());
     if (absl::Status answer = Next(worker_->reserve_answers); !answer.ok()) return answer;
     if (worker_->transfers.size() >= worker_->num_slots) {
-      const absl::Status full = absl::ResourceExhaustedError("no state slot is free");
+      absl::Status full = absl::ResourceExhaustedError("no state slot is free");
       if (call.ask_id() == 0 || worker_->num_give_way == 0) return full;
       if (--worker_->num_give_way == 0) ++worker_->num_slots;
-      return WithRoomSoon(full);
+      return WithRoomSoon(std::move(full));
     }
     worker_->transfers.insert(call.transfer_id());
     v1::KvReservation reservation;
