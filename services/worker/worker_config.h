@@ -27,8 +27,8 @@ struct WorkerConfig {
   int32_t tp = 1;
   bool batch_invariant = false;
   std::string arithmetic = "reference";
-  int32_t index_topk = 0;
   std::string index_key_format = "default";
+  int32_t index_topk = 0;
   int32_t page_tokens = 256;
   int64_t cache_tokens = 65536;
   std::string memory = "0";

@@ -42,6 +42,7 @@ absl::StatusOr<diag::Dump> DumpOf(const EngineChoice& engine, const std::vector<
 std::vector<int32_t> SeededIds(uint64_t seed, int64_t size, int64_t vocabulary) {
   kernels::testing::Random random(seed);
   std::vector<int32_t> ids;
+  ids.reserve(static_cast<size_t>(size));
   for (int64_t i = 0; i < size; ++i) ids.push_back(static_cast<int32_t>(random.Below(vocabulary)));
   return ids;
 }
