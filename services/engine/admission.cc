@@ -37,19 +37,25 @@ int64_t OutputLengths::Expect(int64_t num_output_tokens, int64_t max_output_toke
   return std::min(std::max(expected, num_output_tokens + 1), max_output_tokens);
 }
 
-// The numbers change while a sequence runs, under no lock; the rest never.
+// The state and the numbers change while a sequence runs, under no lock; the rest never.
 struct Admission::Line {
+  enum class State : uint8_t {
+    kReserved,   // Holds pages; its prompt is on its way.
+    kRunning,    // Grows, and may give way.
+    kPreempted,  // Holds nothing, and waits until it may have its pages again.
+  };
+
   Demand demand;
   std::atomic<int64_t> num_held_tokens = 0;
   std::atomic<int64_t> num_output_tokens = 0;
-  std::atomic<bool> is_running = false;  // Else it is preempted, or its prompt is on its way.
-  std::atomic<bool> is_preempted = false;
+  std::atomic<State> state = State::kReserved;
   std::atomic<int64_t> num_output_tokens_then = -1;  // When it was preempted last.
   std::atomic<int64_t> num_fork_tokens = 0;          // Whose pages the first reply has, too.
   std::atomic<int64_t> num_forks_left = 0;
 
+  bool is_preempted() const { return state == State::kPreempted; }
   bool GivesWayTo(const Urgency& newcomer) const {
-    return is_running && num_output_tokens > num_output_tokens_then &&
+    return state == State::kRunning && num_output_tokens > num_output_tokens_then &&
            GivesWay(demand.urgency, newcomer);
   }
 };
@@ -77,8 +83,7 @@ void Admission::Claim::SetTokens(int64_t num_held_tokens, int64_t num_output_tok
   if (!is_open()) return;
   line_->num_held_tokens = num_held_tokens;
   line_->num_output_tokens = num_output_tokens;
-  line_->is_preempted = false;
-  line_->is_running = true;
+  line_->state = Line::State::kRunning;
 }
 
 void Admission::Claim::SetPreempted() {
@@ -86,8 +91,7 @@ void Admission::Claim::SetPreempted() {
   line_->num_held_tokens = 0;
   line_->num_fork_tokens = 0;
   line_->num_output_tokens_then = line_->num_output_tokens.load();
-  line_->is_running = false;
-  line_->is_preempted = true;
+  line_->state = Line::State::kPreempted;
 }
 
 bool Admission::Claim::GivesWayTo(const Urgency& newcomer) const {
@@ -230,9 +234,9 @@ absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
   }
   int64_t num_preempted = 0;
   for (const Line* line : lines_) {
-    if (line == &newcomer || !line->is_preempted) continue;
+    if (line == &newcomer || !line->is_preempted()) continue;
     ++num_preempted;
-    const bool goes_first = newcomer.is_preempted
+    const bool goes_first = newcomer.is_preempted()
                                 ? GoesBefore(line->demand.urgency, newcomer.demand.urgency)
                                 : !GoesBefore(newcomer.demand.urgency, line->demand.urgency);
     if (goes_first) {
@@ -240,7 +244,7 @@ absl::Status Admission::CheckTurnLocked(const Line& newcomer) const {
     }
   }
   const int64_t most = int64_t{kNumPriorities} * pool_->slots().num_pages();
-  if (newcomer.is_preempted || num_preempted < most) return absl::OkStatus();
+  if (newcomer.is_preempted() || num_preempted < most) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat(num_preempted, " sequences are preempted, want fewer than ", most));
 }
@@ -253,7 +257,7 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer,
   int64_t num_slots = 1 + newcomer.num_forks_left;
   std::array<int64_t, kernels::kNumPagedKinds> growth{};
   for (const Line* line : lines_) {
-    if (line == &newcomer || line->is_preempted) continue;
+    if (line == &newcomer || line->is_preempted()) continue;
     if (std::ranges::find(given_up, line) != given_up.end()) {
       --num_slots;
       for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
@@ -275,7 +279,7 @@ absl::Status Admission::CheckRoomLocked(const Line& newcomer,
   for (int k = 0; k < kernels::kNumPagedKinds; ++k) {
     const auto kind = static_cast<kernels::CacheKindIndex>(k);
     // Who was preempted has given back what it shared.
-    const int64_t shared = newcomer.is_preempted ? 0 : newcomer.demand.num_shared_tokens;
+    const int64_t shared = newcomer.is_preempted() ? 0 : newcomer.demand.num_shared_tokens;
     const int64_t wanted =
         FinalPagesLocked(newcomer, kind) - pool_->layout().PagesFor(kind, shared);
     const int64_t available = pool_->pages(kind).num_available();
