@@ -217,12 +217,7 @@ __global__ __launch_bounds__(kSamplingThreads) void SampleByBuckets(
 }  // namespace
 
 absl::Status LaunchSampleBuckets(const SamplingBatchArgs& args, const Exec& exec) {
-  if (args.logits.rows == 0) return absl::OkStatus();
-  const auto rows = static_cast<unsigned>(args.logits.rows);
-  return Launch("SampleByBuckets", {.grid = dim3(rows), .block = dim3(kSamplingThreads)}, exec,
-                SampleByBuckets, args.logits.f32(0), args.logits.cols, args.logits.row_stride,
-                args.temperature, args.top_p, args.top_k, args.min_p, args.seed, args.counter,
-                args.tokens);
+  return LaunchRows("SampleByBuckets", SampleByBuckets, args, exec);
 }
 
 }  // namespace isthmus::kernels

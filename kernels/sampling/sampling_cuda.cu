@@ -68,12 +68,7 @@ __global__ __launch_bounds__(kSamplingThreads) void SampleBlockPerRow(
 }  // namespace
 
 absl::Status LaunchSampleBatchCuda(const SamplingBatchArgs& args, const Exec& exec) {
-  if (args.logits.rows == 0) return absl::OkStatus();
-  const auto rows = static_cast<unsigned>(args.logits.rows);
-  return Launch("SampleBlockPerRow", {.grid = dim3(rows), .block = dim3(kSamplingThreads)}, exec,
-                SampleBlockPerRow, args.logits.f32(0), args.logits.cols, args.logits.row_stride,
-                args.temperature, args.top_p, args.top_k, args.min_p, args.seed, args.counter,
-                args.tokens);
+  return LaunchRows("SampleBlockPerRow", SampleBlockPerRow, args, exec);
 }
 
 }  // namespace isthmus::kernels

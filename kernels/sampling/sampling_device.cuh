@@ -171,4 +171,15 @@ __device__ __forceinline__ int32_t DrawToken(Ranking& ranking, const DrawParams&
   return static_cast<int32_t>(ranking.FindEdge({.mass = below + 1, .count = 1}).id);
 }
 
+// A block per row of one of the kernels that draw.
+template <typename Kernel>
+absl::Status LaunchRows(const char* name, Kernel kernel, const SamplingBatchArgs& args,
+                        const Exec& exec) {
+  if (args.logits.rows == 0) return absl::OkStatus();
+  const auto rows = static_cast<unsigned>(args.logits.rows);
+  return Launch(name, {.grid = dim3(rows), .block = dim3(kSamplingThreads)}, exec, kernel,
+                args.logits.f32(0), args.logits.cols, args.logits.row_stride, args.temperature,
+                args.top_p, args.top_k, args.min_p, args.seed, args.counter, args.tokens);
+}
+
 }  // namespace isthmus::kernels
